@@ -1,0 +1,1 @@
+"""A/B experiments over environment variables and settings: knobs x repeated recordings -> verdict."""

@@ -1,0 +1,58 @@
+"""The Llama decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from harness import config
+from harness.trainer.model.attention import Attention
+from harness.trainer.model.feed_forward import FeedForward
+from harness.trainer.model.rope import rotary_table
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: config.Decoder.Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        """x: [batch, seq, dim], its sequence sharded under sequence parallelism; returns the same shape."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(config.Decoder, nn.Module):
+    """Layers in a ModuleDict keep their names when others are removed; the ends are optional for the same reason."""
+
+    rotary: torch.Tensor
+
+    def __init__(self, config: config.Decoder.Config, *, seq_len: int) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+        self.seq_len = seq_len
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("rotary", self._rotary_table(), persistent=False)
+
+    def _rotary_table(self) -> torch.Tensor:
+        device = self.rotary.device if "rotary" in self._buffers else torch.get_default_device()
+        return rotary_table(self.seq_len, self.config.head_dim, self.config.rope_theta, device)
+
+    def recompute_buffers(self) -> None:
+        """Fills what `to_empty` left undefined and no checkpoint holds."""
+        self.rotary = self._rotary_table()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int64 [batch, seq] (or hidden states where the embedding is absent); returns logits
+        [batch, seq, vocabulary], this rank's share of the vocabulary under tensor parallelism."""
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, self.rotary)
+        h = h if self.norm is None else self.norm(h)
+        return h if self.lm_head is None else self.lm_head(h)

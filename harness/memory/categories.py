@@ -1,0 +1,83 @@
+"""What a block holds: from the label our recorder gave its allocation, else from the stack and stream.
+
+The rules know the files and functions of PyTorch's FSDP2, tensor parallelism, pipelining, optimizers and
+checkpointing. The first rule that holds decides, so the most specific stand first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.memory.frames import has_python_frames, stack_text
+from harness.memory.replay import BlockLife
+
+PRE_WINDOW = "pre_window"
+BACKWARD = "backward"
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`category` applies when every pattern is found in the stack, written `file:function` per line, and the
+    block's stream is the default one (handle 0), a side stream, or either."""
+
+    category: str
+    patterns: tuple[re.Pattern[str], ...]
+    stream: Literal["default", "side", "any"] = "any"
+
+
+def _rule(category: str, *patterns: str, stream: Literal["default", "side", "any"] = "any") -> Rule:
+    return Rule(category, tuple(re.compile(pattern, re.MULTILINE) for pattern in patterns), stream)
+
+
+RULES = (
+    _rule("optimizer_state", r"optim/\w+\.py:(?:_init_group|init_state)$"),
+    _rule("optimizer_temporary", r"torch/optim/\w+\.py:"),
+    # FSDP2. A sharded gradient is the output of the reduce-scatter, on that collective's own stream.
+    _rule("all_gather_output", r"_fsdp_collectives\.py:allocate$", r":foreach_all_gather$"),
+    _rule("all_gather_input", r":(?:_get_param_all_gather_inputs|foreach_all_gather)$"),
+    _rule("unsharded_parameter", r"_fsdp_param\.py:(?:init_all_gather_outputs|alloc_all_gather_outputs|alloc_storage)$"),
+    _rule("unsharded_parameter", r":foreach_all_gather_copy_out$"),
+    _rule("unsharded_gradient", r":to_accumulated_grad_if_needed$"),
+    _rule("reduce_scatter_input", r":foreach_reduce_scatter_copy_in$"),
+    _rule("reduce_scatter_input", r":foreach_reduce$", stream="default"),
+    _rule("gradient", r":foreach_reduce$", stream="side"),
+    _rule("pipeline_buffer", r"pipelining/(?:stage|schedules)\.py:(?:_make_tensor_from_meta|_create_\w*recv\w*)$"),
+    _rule("recompute", r"utils/checkpoint\.py:(?:unpack_hook|recompute_fn|_recompute\w*|backward)$"),
+    _rule("logits_loss", r"(?:^|/)loss\.py:|:(?:cross_entropy|nll_loss|log_softmax)$"),
+    _rule("redistribution", r"_functional_collectives\.py:(?!__torch_dispatch__)|_redistribute\.py:|_context_parallel"),
+    _rule(BACKWARD, r":backward$|autograd/\w+\.py:(?:_make_grads|_engine_run_backward)$"),
+    _rule("parameter", r":(?:to_empty|init_states|init_weights|reset_parameters|_init_sharded_param|_apply)$"),
+    _rule("activation", r":forward$|torch/nn/functional\.py:"),
+)
+
+
+def labels_of(metadata: str) -> dict[str, str]:
+    """The `key=value` pairs of a `user_metadata` string such as `category=gradient;phase=backward;step=3`;
+    whatever is written otherwise is ignored."""
+    pairs = (part.partition("=") for part in re.split(r"[;|,]", metadata))
+    return {key.strip(): value.strip() for key, sign, value in pairs if sign and key.strip() and value.strip()}
+
+
+def category_of(block: BlockLife, *, history_has_stacks: bool) -> str:
+    """The category of a block: its label, else the first rule that holds, else what its missing stack means.
+
+    A block from before the history without a stack is `pre_window`. One allocated within it without a Python
+    stack, where others have one, comes from autograd's own threads: `backward`.
+    """
+    if category := labels_of(block.metadata).get("category"):
+        return category
+    stack = stack_text(block.frames)
+    for rule in RULES:
+        on_side_stream = block.stream != 0
+        if rule.stream != "any" and on_side_stream != (rule.stream == "side"):
+            continue
+        if stack and all(pattern.search(stack) for pattern in rule.patterns):
+            return rule.category
+    if has_python_frames(block.frames):
+        return UNKNOWN
+    if block.allocated_at is None:
+        return PRE_WINDOW
+    return BACKWARD if history_has_stacks else UNKNOWN

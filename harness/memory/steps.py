@@ -1,0 +1,157 @@
+"""Peaks per step and per phase, from the named ranges of a snapshot or from a recording's step rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from harness.memory.categories import labels_of
+from harness.memory.replay import Timeline
+from harness.memory.snapshot import Annotation, Device, Snapshot
+
+Key = TypeVar("Key", bound=Hashable)
+
+PHASES = ("forward", "backward", "optimizer")
+_STEP = re.compile(r"^(?:ProfilerStep#|step[/ ])(\d{1,15})$")
+_PHASE = re.compile(r"^(?:phase/|meshscope[:/])?(forward|backward|optimizer)(?:[/ ]\d+)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class RangePeaks:
+    """The highest levels within a range of time, the level at its start included (bytes); None if unknown."""
+
+    allocated_bytes: int | None
+    active_bytes: int | None
+    reserved_bytes: int | None
+
+    def union(self, other: RangePeaks) -> RangePeaks:
+        """The higher of each, None only where both are unknown."""
+        return RangePeaks(
+            _higher(self.allocated_bytes, other.allocated_bytes),
+            _higher(self.active_bytes, other.active_bytes),
+            _higher(self.reserved_bytes, other.reserved_bytes),
+        )
+
+
+def _higher(a: int | None, b: int | None) -> int | None:
+    known = [value for value in (a, b) if value is not None]
+    return max(known) if known else None
+
+
+def step_of_range(name: str) -> int | None:
+    """N of `ProfilerStep#N` and `step/N`, else None."""
+    match = _STEP.match(name)
+    return int(match[1]) if match else None
+
+
+def phase_of_range(name: str) -> str | None:
+    """forward, backward or optimizer for the ranges that bear that name or torch's `Optimizer.step#…`."""
+    if name.startswith("Optimizer.step#"):
+        return "optimizer"
+    match = _PHASE.match(name)
+    return match[1] if match else None
+
+
+def peaks_between(timeline: Timeline, start_us: int, end_us: int | None) -> RangePeaks:
+    """Highest levels from `start_us` up to, not including, `end_us` (None: to the end of the history)."""
+    assert timeline.time_us is not None
+    # Threads may record a few microseconds out of order; positions need a sorted clock.
+    clock = np.maximum.accumulate(timeline.time_us)
+    first = int(np.searchsorted(clock, start_us, side="left"))
+    last = len(clock) if end_us is None else int(np.searchsorted(clock, end_us, side="left"))
+
+    def highest(levels: Any, base: int) -> int:
+        before = base if first == 0 else int(levels[first - 1])
+        return max(before, int(levels[first:last].max())) if last > first else before
+
+    return RangePeaks(
+        highest(timeline.allocated, timeline.base_allocated),
+        highest(timeline.active, timeline.base_active),
+        highest(timeline.reserved, timeline.base_reserved),
+    )
+
+
+def step_peaks(snapshot: Snapshot, timelines: Sequence[Timeline]) -> dict[int, RangePeaks]:
+    """Peaks of each step the snapshot's ranges name; with several devices the higher of each.
+
+    Ranges that end before the history begins are left out: nothing is known about them.
+    """
+    return _range_peaks(snapshot.annotations, timelines, step_of_range)
+
+
+def phase_peaks(snapshot: Snapshot, timelines: Sequence[Timeline]) -> dict[str, RangePeaks]:
+    """Peaks of each phase: within its named ranges, else at the allocations our recorder labelled with it."""
+    peaks: dict[str, RangePeaks] = _range_peaks(snapshot.annotations, timelines, phase_of_range)
+    by_device = {timeline.device: timeline for timeline in timelines}
+    for device in snapshot.devices:
+        if device.index in by_device:
+            for phase, found in _labelled_peaks(device, by_device[device.index]).items():
+                peaks[phase] = found.union(peaks[phase]) if phase in peaks else found
+    return {phase: peaks[phase] for phase in (*PHASES, *sorted(peaks.keys() - set(PHASES))) if phase in peaks}
+
+
+def _labelled_peaks(device: Device, timeline: Timeline) -> dict[str, RangePeaks]:
+    peaks: dict[str, RangePeaks] = {}
+    for index, metadata in enumerate(device.history.metadata):
+        if metadata and (phase := labels_of(metadata).get("phase")):
+            level = RangePeaks(
+                int(timeline.allocated[index]), int(timeline.active[index]), int(timeline.reserved[index])
+            )
+            peaks[phase] = level.union(peaks[phase]) if phase in peaks else level
+    return peaks
+
+
+def _range_peaks(
+    annotations: Iterable[Annotation], timelines: Sequence[Timeline], key_of: Callable[[str], Key | None]
+) -> dict[Key, RangePeaks]:
+    timed = [timeline for timeline in timelines if timeline.time_us is not None]
+    peaks: dict[Key, RangePeaks] = {}
+    for key, start_us, end_us in _ranges(annotations, key_of):
+        for timeline in timed:
+            assert timeline.time_us is not None
+            if end_us is not None and end_us <= timeline.time_us[0]:
+                continue
+            found = peaks_between(timeline, start_us, end_us)
+            peaks[key] = found.union(peaks[key]) if key in peaks else found
+    return peaks
+
+
+def _ranges(
+    annotations: Iterable[Annotation], key_of: Callable[[str], Key | None]
+) -> Iterator[tuple[Key, int, int | None]]:
+    """(key, start, end) of each range; end is None for one still open, a range that was open already is left out."""
+    open_ranges: dict[str, list[tuple[Key, int]]] = {}
+    for annotation in annotations:
+        key = key_of(annotation.name)
+        if key is None:
+            continue
+        stack = open_ranges.setdefault(annotation.name, [])
+        if annotation.start:
+            stack.append((key, annotation.time_us))
+        elif stack:
+            key, start_us = stack.pop()
+            yield key, start_us, annotation.time_us
+    for stack in open_ranges.values():
+        for key, start_us in stack:
+            yield key, start_us, None
+
+
+def recorded_peaks(row: Mapping[str, Any]) -> RangePeaks:
+    """Peaks a recording's step row states; None for each that is missing or not a whole number."""
+    return RangePeaks(*(_whole(row.get(f"peak_{name}_bytes")) for name in ("allocated", "active", "reserved")))
+
+
+def recorded_phases(row: Mapping[str, Any]) -> dict[str, RangePeaks]:
+    """Peaks per phase a step row states: `phases: {forward: {peak_allocated_bytes: …}, …}`."""
+    phases = row.get("phases")
+    if not isinstance(phases, Mapping):
+        return {}
+    return {str(name): recorded_peaks(values) for name, values in phases.items() if isinstance(values, Mapping)}
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None

@@ -1,0 +1,138 @@
+"""Finding the function that a run is: `--module` names the module, `--config` the function in it. Free of torch.
+
+A module is a short name built in here (`debug`, `llama3`), a path to a .py file, or a dotted name: that of a file
+under the working directory (`runs.mine.small` is runs/mine/small.py; `runs/` is no package) or of an installed
+module. The function takes no argument and returns a `Trainer.Config`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from harness.config import Trainer
+from harness.errors import MeshscopeError, UsageError
+
+BUILT_IN = ("debug", "llama3")
+
+Recipe = Callable[[], Trainer.Config]
+
+
+def load_config(module: str, config: str) -> Trainer.Config:
+    """Calls the function `config` of `module` and returns what it returns.
+
+    Raises `UsageError`, one line, if there is no such module or function (with the candidates), if the user's file
+    raises (with file:line), or if the function returns something other than a `Trainer.Config`.
+    """
+    source = _load_module(module)
+    candidates = recipes_of(source)
+    if config not in candidates:
+        known = ", ".join(candidates) or "none: it defines no function annotated `-> Trainer.Config`"
+        raise UsageError(f"--module {module} has no configuration {config!r}; it has: {known}")
+    with _one_line(source.__file__, f"--config {config}"):
+        result = candidates[config]()
+    if not isinstance(result, Trainer.Config):
+        raise UsageError(f"{module}.{config}() returned {type(result).__name__}, not a Trainer.Config")
+    return result
+
+
+def recipes_of(module: ModuleType) -> dict[str, Recipe]:
+    """The public functions that `module` itself defines and that can be called without arguments, in order.
+
+    Where some are annotated to return a `Trainer.Config`, only those.
+    """
+    functions = {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and not name.startswith("_") and function.__module__ == module.__name__
+    }
+    annotated = {name: f for name, f in functions.items() if _returns_config(f)}
+    callable_as_is = {name: f for name, f in functions.items() if not _required_parameters(f)}
+    return cast(dict[str, Recipe], annotated or callable_as_is)
+
+
+def _returns_config(function: Callable[..., object]) -> bool:
+    returned = function.__annotations__.get("return")
+    return returned is Trainer.Config or (isinstance(returned, str) and returned.endswith("Trainer.Config"))
+
+
+def _required_parameters(function: Callable[..., object]) -> list[str]:
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _load_module(module: str) -> ModuleType:
+    if module in BUILT_IN:
+        return importlib.import_module(f"{__name__}.{module}")
+    if module.endswith(".py") or os.sep in module:
+        path = Path(module)
+        if not path.is_file():
+            raise UsageError(f"--module {module}: there is no such file (seen from {Path.cwd()})")
+        return _load_file(path)
+    local = Path(*module.split(".")).with_suffix(".py")
+    if all(part.isidentifier() for part in module.split(".")):
+        if local.is_file():
+            return _load_file(local)
+        with _one_line(None, f"--module {module}"):
+            if _is_installed(module):
+                return importlib.import_module(module)
+    raise UsageError(
+        f"no module {module!r}: built in are {', '.join(BUILT_IN)}; "
+        f"your own is a path to a .py file, or a dotted name of one under this folder (here: {local})"
+    )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent of the dotted name does not exist
+        return False
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Runs a file as a module; what lies beside it, and in the working directory, can be imported by it."""
+    name = f"meshscope_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--module {path}: is not a Python file")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded  # dataclasses look their module up by name
+    sys.path[:0] = [str(path.resolve().parent), str(Path.cwd())]
+    try:
+        with _one_line(str(path.resolve()), f"--module {path}"):
+            spec.loader.exec_module(loaded)
+    finally:
+        del sys.path[:2]
+    return loaded
+
+
+@contextmanager
+def _one_line(file: str | None, what: str) -> Iterator[None]:
+    """Turns whatever a user's code raises into one line that names its own last line in `file`."""
+    try:
+        yield
+    except MeshscopeError:
+        raise
+    except Exception as error:  # foreign code: it may raise anything, and all of it is the user's to see in one line
+        place = ""
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f"{error.filename}:{error.lineno}: "
+        else:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+            if frames:
+                place = f"{frames[-1].filename}:{frames[-1].lineno}: "
+        summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        raise UsageError(f"{what}: {place}{summary}") from None

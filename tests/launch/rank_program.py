@@ -1,0 +1,57 @@
+"""A rank without torch: ends steps, and then behaves as SCENARIO says."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+if os.environ["SCENARIO"] == "fails before anything":
+    raise ImportError("no module of that name")
+
+from harness import recording
+from harness.worker import prepare
+
+directory, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+scenario = os.environ["SCENARIO"]
+
+
+def end_step(step: int) -> None:
+    path = recording.steps_path(directory, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+
+
+def wait_for_ever() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+prepare(directory, rank)
+recording.write_json(recording.rank_path(directory, rank), {"rank": rank, "pid": os.getpid(), "end_state": None})
+try:
+    print(f"out of rank {rank}")
+    print(f"err of rank {rank}", file=sys.stderr)
+    end_step(0)
+    if scenario == "completes":
+        end_step(1)
+    elif scenario == "rank 1 raises":
+        if rank == 1:
+            raise ValueError("the reason\nand a second line")
+        wait_for_ever()
+    elif scenario == "rank 1 is killed":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_ever()
+    elif scenario == "rank 1 hangs":
+        if rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            end_step(1)
+        wait_for_ever()
+    elif scenario == "runs on":
+        wait_for_ever()
+finally:
+    (directory / f"unwound{rank}").touch()

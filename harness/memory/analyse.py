@@ -7,28 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
-from harness.memory.composition import composition_by_category
-from harness.memory.frames import allocation_site
-from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, history_state, records_requests, replay
-from harness.memory.snapshot import Action, Device, Snapshot, read_snapshot
-from harness.memory.stacking import Stacking, measure_stacking
+from harness.memory.device import DeviceAnalysis, analyse_device, device_json, trace_device_json
+from harness.memory.snapshot import Snapshot, read_snapshot
 from harness.memory.steps import RangePeaks, phase_peaks, recorded_peaks, recorded_phases, step_peaks
-from harness.memory.trace_events import DeviceEvents, TraceMemory, read_trace_memory
+from harness.memory.trace_events import TraceMemory, read_trace_memory
 from harness.recording import is_recording, read_recording
 from harness.sources import SourceFile, Sources
 
 SCHEMA_VERSION = 1
-_GIB = 1 << 30
-
-
-@dataclass(slots=True)
-class DeviceAnalysis:
-    """One device of a snapshot, replayed."""
-
-    device: Device
-    timeline: Timeline | None
-    lives: Lives
-    stacking: Stacking
 
 
 @dataclass(slots=True)
@@ -87,6 +73,7 @@ def analyse_sources(sources: Sources) -> Analysis:
             continue
         with_snapshot.add(source.rank)
         _add_snapshot(source, snapshot, analysis, with_steps=source.rank not in stepped)
+    captured: dict[tuple[int, int], Path] = {}
     for source in sources.traces:
         if source.rank is not None and source.rank in with_snapshot:
             continue
@@ -96,7 +83,7 @@ def analyse_sources(sources: Sources) -> Analysis:
             analysis.errors.append(error)
             continue
         if memory.devices:
-            _add_trace(source, memory, analysis, stepped)
+            _add_trace(source, memory, analysis, stepped, captured)
     if not (analysis.files or analysis.steps or analysis.errors):
         reason = "holds no memory data: no snapshot, no step rows and no [memory] events (profile_memory=True)"
         analysis.errors.append(InputError(sources.root, reason))
@@ -139,18 +126,11 @@ def _merge(into: dict[Any, RangePeaks], key: Any, peaks: RangePeaks) -> None:
     into[key] = peaks.union(into[key]) if key in into else peaks
 
 
-def analyse_device(device: Device) -> DeviceAnalysis:
-    """Replays one device of a snapshot."""
-    timeline = replay(device)
-    lives = follow_blocks(device)
-    return DeviceAnalysis(device, timeline, lives, measure_stacking(device, timeline, lives))
-
-
 def _add_snapshot(source: SourceFile, snapshot: Snapshot, analysis: Analysis, *, with_steps: bool) -> None:
     found = [analyse_device(device) for device in snapshot.devices]
     analysis.devices += [(source, item) for item in found]
     analysis.files.append(
-        {"rank": source.rank, "file": str(source.path), "devices": [_device_json(item) for item in found]}
+        {"rank": source.rank, "file": str(source.path), "devices": [device_json(item) for item in found]}
     )
     timelines = [item.timeline for item in found if item.timeline is not None]
     if with_steps:
@@ -160,63 +140,22 @@ def _add_snapshot(source: SourceFile, snapshot: Snapshot, analysis: Analysis, *,
             _merge(analysis.phases, (source.rank, phase), peaks)
 
 
-def _device_json(item: DeviceAnalysis) -> dict[str, Any]:
-    device, timeline, stacking = item.device, item.timeline, item.stacking
-    final = final_levels(device)
-    active = timeline.peak("active").bytes if timeline else None
-    composition = composition_by_category(device, timeline, item.lives) if timeline else None
-    return {
-        "device": device.index,
-        "history": history_state(timeline, item.lives),
-        "base_allocated_bytes": timeline.base_allocated if timeline else None,
-        # torch counts requested bytes over a block's active life, which is this curve to the byte.
-        "peak_requested_bytes": active,
-        "peak_allocated_bytes": timeline.peak("allocated").bytes if timeline else None,
-        "peak_active_bytes": active,
-        "peak_reserved_bytes": timeline.peak("reserved").bytes if timeline else None,
-        "final_requested_bytes": final.requested_allocated,
-        "final_allocated_bytes": final.allocated,
-        "final_active_bytes": final.active,
-        "final_reserved_bytes": final.reserved,
-        "stacking": stacking_json(stacking),
-        "peak_composition": None
-        if composition is None
-        else [{"category": share.name, "bytes": share.bytes} for share in composition],
-        "oom": _ooms(device, timeline),
-        "notes": _notes(item),
-    }
-
-
-def stacking_json(stacking: Stacking) -> dict[str, Any]:
-    """The `stacking` item: sites over all streams, largest first."""
-    sites: dict[str, tuple[int, int]] = {}
-    for site in stacking.sites:
-        blocks, total = sites.get(site.site, (0, 0))
-        sites[site.site] = (blocks + site.blocks, total + site.bytes)
-    ordered = sorted(sites.items(), key=lambda item: (-item[1][1], item[0]))
-    return {
-        "blocks": stacking.blocks,
-        "max_pending_bytes": stacking.max_pending_bytes,
-        "pending_at_end_bytes": stacking.pending_at_end_bytes,
-        "byte_seconds": stacking.byte_seconds,
-        "sites": [{"site": site, "blocks": blocks, "bytes": total} for site, (blocks, total) in ordered],
-    }
-
-
-def _ooms(device: Device, timeline: Timeline | None) -> list[dict[str, Any]]:
-    """Failed allocations: the size asked for, what the driver had free, where, and the levels at that moment."""
-    history = device.history
-    return [
-        {
-            "size_bytes": history.size[index],
-            "device_free_bytes": history.device_free.get(index),
-            "site": allocation_site(history.frames[index]),
-            "stream": history.stream[index],
-            "time_us": None if history.time_us is None else history.time_us[index],
-            "allocated_bytes": int(timeline.allocated[index]) if timeline else None,
-            "active_bytes": int(timeline.active[index]) if timeline else None,
-            "reserved_bytes": int(timeline.reserved[index]) if timeline else None,
-        }
-        for index, action in enumerate(history.action)
-        if action == Action.OOM
-    ]
+def _add_trace(
+    source: SourceFile,
+    memory: TraceMemory,
+    analysis: Analysis,
+    stepped: set[int | None],
+    captured: dict[tuple[int, int], Path],
+) -> None:
+    rank = source.rank if memory.rank is None else memory.rank
+    devices = [trace_device_json(events, memory.dropped) for events in memory.devices]
+    analysis.files.append({"rank": rank, "file": str(source.path), "devices": devices})
+    if rank is not None:
+        # Two captures of one rank follow each other in time; the same step in both means one is not that rank.
+        same = [captured[rank, step] for step in memory.steps if (rank, step) in captured]
+        if same:
+            analysis.errors.append(InputError(source.path, f"is rank {rank}, as is {same[0]}; both are listed"))
+        captured.update({(rank, step): source.path for step in memory.steps})
+    if rank not in stepped or rank is None:
+        for step, peaks in memory.steps.items():
+            _merge(analysis.steps, (rank, step), peaks)

@@ -38,7 +38,9 @@ RULES = (
     # FSDP2. A sharded gradient is the output of the reduce-scatter, on that collective's own stream.
     _rule("all_gather_output", r"_fsdp_collectives\.py:allocate$", r":foreach_all_gather$"),
     _rule("all_gather_input", r":(?:_get_param_all_gather_inputs|foreach_all_gather)$"),
-    _rule("unsharded_parameter", r"_fsdp_param\.py:(?:init_all_gather_outputs|alloc_all_gather_outputs|alloc_storage)$"),
+    _rule(
+        "unsharded_parameter", r"_fsdp_param\.py:(?:init_all_gather_outputs|alloc_all_gather_outputs|alloc_storage)$"
+    ),
     _rule("unsharded_parameter", r":foreach_all_gather_copy_out$"),
     _rule("unsharded_gradient", r":to_accumulated_grad_if_needed$"),
     _rule("reduce_scatter_input", r":foreach_reduce_scatter_copy_in$"),

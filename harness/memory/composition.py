@@ -35,9 +35,7 @@ def composition_by_site(device: Device, timeline: Timeline, lives: Lives) -> lis
     return _composition(device, timeline, lives, block_site)
 
 
-def _composition(
-    device: Device, timeline: Timeline, lives: Lives, name_of: Callable[[BlockLife], str]
-) -> list[Share]:
+def _composition(device: Device, timeline: Timeline, lives: Lives, name_of: Callable[[BlockLife], str]) -> list[Share]:
     peak = timeline.peak("allocated")
     live = live_at(lives, peak.index, has_requests=records_requests(device.history))
     totals: dict[str, tuple[int, int]] = {}
@@ -48,9 +46,7 @@ def _composition(
     return sorted(shares, key=lambda share: (-share.bytes, share.name))
 
 
-def _named(
-    live: list[BlockLife], name_of: Callable[[BlockLife], str], expected: int
-) -> Iterable[tuple[str, int]]:
+def _named(live: list[BlockLife], name_of: Callable[[BlockLife], str], expected: int) -> Iterable[tuple[str, int]]:
     for block in live:
         yield name_of(block), block.size
     if unexplained := expected - sum(block.size for block in live):

@@ -135,9 +135,7 @@ def replay(device: Device) -> Timeline | None:
         [Action.SEGMENT_FREE, Action.SEGMENT_UNMAP],
     )
     times = None if history.time_us is None else np.array(history.time_us, dtype=np.int64)
-    return Timeline(
-        device.index, times, allocated, active, reserved, base_allocated, base_active, base_reserved
-    )
+    return Timeline(device.index, times, allocated, active, reserved, base_allocated, base_active, base_reserved)
 
 
 def history_state(timeline: Timeline | None, lives: Lives) -> Literal["complete", "truncated", "none"]:

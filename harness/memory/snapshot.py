@@ -127,22 +127,22 @@ def read_snapshot(path: Path) -> Snapshot:
     content = load_plain_pickle(path)
     try:
         return parse_snapshot(content)
-    except _Malformed as error:
+    except MalformedSnapshotError as error:
         raise InputError(path, f"not an allocator snapshot: {error}") from error
 
 
-class _Malformed(Exception):
+class MalformedSnapshotError(Exception):
     """The content is not what an allocator writes; the message names where."""
 
 
 def parse_snapshot(content: Any) -> Snapshot:
-    """`content` as a Snapshot; raises `_Malformed` (see `read_snapshot`) where it is something else."""
+    """`content` as a Snapshot; raises `MalformedSnapshotError` (see `read_snapshot`) where it is something else."""
     if isinstance(content, list):
         content = {"segments": content}
     if not isinstance(content, dict):
-        raise _Malformed(f"a {type(content).__name__} instead of a dict or a list of segments")
+        raise MalformedSnapshotError(f"a {type(content).__name__} instead of a dict or a list of segments")
     if "segments" not in content:
-        raise _Malformed("no 'segments' key")
+        raise MalformedSnapshotError("no 'segments' key")
     segments: dict[int, list[Segment]] = {}
     for where, item in _items(content["segments"], "segments"):
         device = _integer(item, "device", where, default=0)
@@ -150,7 +150,7 @@ def parse_snapshot(content: Any) -> Snapshot:
     histories: dict[int, History] = {}
     traces = content.get("device_traces", [])
     if not isinstance(traces, list | tuple):
-        raise _Malformed("device_traces is not a list")
+        raise MalformedSnapshotError("device_traces is not a list")
     for device, trace in enumerate(traces):
         if trace:
             histories[device] = _history(trace, f"device_traces[{device}]")
@@ -163,33 +163,33 @@ def parse_snapshot(content: Any) -> Snapshot:
 
 def _items(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(value, list | tuple):
-        raise _Malformed(f"{where} is not a list")
+        raise MalformedSnapshotError(f"{where} is not a list")
     for index, item in enumerate(value):
         if not isinstance(item, dict):
-            raise _Malformed(f"{where}[{index}] is not a dict")
+            raise MalformedSnapshotError(f"{where}[{index}] is not a dict")
         yield f"{where}[{index}]", item
 
 
 def _integer(item: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = item.get(key, default)
     if type(value) is not int:
-        raise _Malformed(f"{where}.{key} is {'missing' if key not in item else 'not an integer'}")
+        raise MalformedSnapshotError(f"{where}.{key} is {'missing' if key not in item else 'not an integer'}")
     if not -_LIMIT <= value < 2 * _LIMIT:
-        raise _Malformed(f"{where}.{key} does not fit 64 bits")
+        raise MalformedSnapshotError(f"{where}.{key} does not fit 64 bits")
     return value
 
 
 def _bytes(item: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = _integer(item, key, where, default)
     if not 0 <= value < 1 << 53:  # more than any address space; sums of such sizes still fit 64 bits
-        raise _Malformed(f"{where}.{key} is {value}, which is no size in bytes")
+        raise MalformedSnapshotError(f"{where}.{key} is {value}, which is no size in bytes")
     return value
 
 
 def _frames(item: dict[str, Any], where: str) -> Frames:
     frames = item.get("frames") or ()
     if not isinstance(frames, list | tuple):
-        raise _Malformed(f"{where}.frames is not a list")
+        raise MalformedSnapshotError(f"{where}.frames is not a list")
     return frames
 
 
@@ -202,7 +202,7 @@ def _segment(item: dict[str, Any], where: str) -> Segment:
         size = _bytes(block, "size", place)
         state = block.get("state")
         if state not in _STATES:
-            raise _Malformed(f"{place}.state is {str(state)[:40]!r}, expected one of {', '.join(_STATES)}")
+            raise MalformedSnapshotError(f"{place}.state is {str(state)[:40]!r}, expected one of {', '.join(_STATES)}")
         # Blocks tile their segment in order; torch wrote no block addresses before 2.1.
         at = _integer(block, "address", place, default=position)
         requested = _bytes(block, "requested_size", place, default=size)
@@ -228,7 +228,7 @@ def _history(trace: Any, where: str) -> History:
     for index, (place, event) in enumerate(_items(trace, where)):
         name = event.get("action")
         if not isinstance(name, str):
-            raise _Malformed(f"{place}.action is {'missing' if 'action' not in event else 'not a string'}")
+            raise MalformedSnapshotError(f"{place}.action is {'missing' if 'action' not in event else 'not a string'}")
         action = _ACTIONS.get(name, int(Action.UNKNOWN))
         if action == Action.UNKNOWN:
             history.unknown_actions[name[:40]] += 1
@@ -253,9 +253,11 @@ def _annotations(items: Any) -> list[Annotation]:
     for where, item in _items(items, "external_annotations"):
         name, stage = item.get("name"), item.get("stage")
         if not isinstance(name, str) or stage not in ("START", "END"):
-            raise _Malformed(f"{where} has no name or its stage is neither START nor END")
+            raise MalformedSnapshotError(f"{where} has no name or its stage is neither START nor END")
         device = item.get("device")
         annotations.append(
-            Annotation(name, stage == "START", device if type(device) is int else None, _integer(item, "time_us", where))
+            Annotation(
+                name, stage == "START", device if type(device) is int else None, _integer(item, "time_us", where)
+            )
         )
     return annotations

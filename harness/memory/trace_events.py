@@ -38,7 +38,8 @@ class DeviceEvents:
     """The memory events of one device in time order (bytes; times in µs as the trace gives them).
 
     `allocated` and `reserved` hold the totals of those events that state them, at `time_us`; `change` is the signed
-    size of every event. `without_total` counts events that state none.
+    size of every event. `without_total` counts events that state none; `has_reserved` tells whether the others also
+    state the reserved total.
     """
 
     device: int
@@ -47,7 +48,8 @@ class DeviceEvents:
     reserved: Int64
     change: Int64
     without_total: int
-    first_change: int | None
+    change_of_first_total: int
+    has_reserved: bool
 
     @property
     def relative_peak_bytes(self) -> int:
@@ -125,7 +127,8 @@ def _columns(device: int, rows: list[tuple[float, int, int | None, int | None]])
         reserved=np.array([row[3] or 0 for row in totals], dtype=np.int64),
         change=np.array([row[1] for row in rows], dtype=np.int64),
         without_total=len(rows) - len(totals),
-        first_change=totals[0][1] if totals else None,
+        change_of_first_total=totals[0][1] if totals else 0,
+        has_reserved=all(row[3] is not None for row in totals),
     )
 
 
@@ -135,6 +138,10 @@ def _within(devices: list[DeviceEvents], start_us: float, end_us: float) -> Rang
         inside = [index for index, time in enumerate(device.time_us) if start_us <= time < end_us]
         if inside:
             span = slice(inside[0], inside[-1] + 1)
-            found = RangePeaks(int(device.allocated[span].max()), None, int(device.reserved[span].max()))
+            found = RangePeaks(
+                int(device.allocated[span].max()),
+                None,
+                int(device.reserved[span].max()) if device.has_reserved else None,
+            )
             peaks = found.union(peaks)
     return peaks

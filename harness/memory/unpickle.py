@@ -44,7 +44,8 @@ REFUSED = {
 }
 
 # A tuple of two or three numbers (a pool id) is the only tuple a snapshot holds; others are counted.
-_NUMBER = rb"(?:K.|M..|J....|N|\x88|\x89|I[^\n]{1,20}\n|\x8a(?:\x00|\x01.|\x02..|\x03...|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))"
+_LONG1 = rb"\x8a(?:" + b"|".join(rb"\x%02x.{%d}" % (length, length) for length in range(10)) + rb")"
+_NUMBER = rb"(?:K.|M..|J....|N|\x88|\x89|I[^\n]{1,20}\n|" + _LONG1 + rb")"
 _FLAT_TUPLE = rb"(?:\((?:" + _NUMBER + rb"){0,3}t|(?:" + _NUMBER + rb"){2}\x86)"
 _FIXED = re.compile(
     rb"(?:" + _FLAT_TUPLE + rb"|[(012Nade}\[\]lsu)\x88\x89\x94]|[hqK\x80].|M..|[Jj]....|G.{8}|" + _NUMBER + rb")++",
@@ -193,5 +194,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-

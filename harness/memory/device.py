@@ -1,0 +1,186 @@
+"""One device's entry of the `memory --json` object, from a snapshot or from a trace's memory events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness.memory.composition import composition_by_category
+from harness.memory.frames import allocation_site
+from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, history_state, records_requests, replay
+from harness.memory.snapshot import Action, Device
+from harness.memory.stacking import Stacking, measure_stacking
+from harness.memory.trace_events import DeviceEvents
+
+UNITS_NOTE = (
+    "base and the allocated and active peaks are in requested bytes (a history records no others); "
+    "final allocated, active and reserved are rounded to the allocator's blocks"
+)
+
+
+@dataclass(slots=True)
+class DeviceAnalysis:
+    """One device of a snapshot, replayed."""
+
+    device: Device
+    timeline: Timeline | None
+    lives: Lives
+    stacking: Stacking
+
+
+def analyse_device(device: Device) -> DeviceAnalysis:
+    """Replays one device of a snapshot."""
+    timeline = replay(device)
+    lives = follow_blocks(device)
+    return DeviceAnalysis(device, timeline, lives, measure_stacking(device, timeline, lives))
+
+
+def device_json(item: DeviceAnalysis) -> dict[str, Any]:
+    device, timeline, stacking = item.device, item.timeline, item.stacking
+    final = final_levels(device)
+    active = timeline.peak("active").bytes if timeline else None
+    composition = composition_by_category(device, timeline, item.lives) if timeline else None
+    return {
+        "device": device.index,
+        "history": history_state(timeline, item.lives),
+        "base_allocated_bytes": timeline.base_allocated if timeline else None,
+        # torch counts requested bytes over a block's active life, which is this curve to the byte.
+        "peak_requested_bytes": active,
+        "peak_allocated_bytes": timeline.peak("allocated").bytes if timeline else None,
+        "peak_active_bytes": active,
+        "peak_reserved_bytes": timeline.peak("reserved").bytes if timeline else None,
+        "final_requested_bytes": final.requested_allocated,
+        "final_allocated_bytes": final.allocated,
+        "final_active_bytes": final.active,
+        "final_reserved_bytes": final.reserved,
+        "stacking": stacking_json(stacking),
+        "peak_composition": None
+        if composition is None
+        else [{"category": share.name, "bytes": share.bytes} for share in composition],
+        "oom": _ooms(device, timeline),
+        "notes": _notes(item),
+    }
+
+
+def stacking_json(stacking: Stacking) -> dict[str, Any]:
+    """The `stacking` item: sites over all streams, largest first."""
+    sites: dict[str, tuple[int, int]] = {}
+    for site in stacking.sites:
+        blocks, total = sites.get(site.site, (0, 0))
+        sites[site.site] = (blocks + site.blocks, total + site.bytes)
+    ordered = sorted(sites.items(), key=lambda item: (-item[1][1], item[0]))
+    return {
+        "blocks": stacking.blocks,
+        "max_pending_bytes": stacking.max_pending_bytes,
+        "pending_at_end_bytes": stacking.pending_at_end_bytes,
+        "byte_seconds": stacking.byte_seconds,
+        "sites": [{"site": site, "blocks": blocks, "bytes": total} for site, (blocks, total) in ordered],
+    }
+
+
+def _ooms(device: Device, timeline: Timeline | None) -> list[dict[str, Any]]:
+    """Failed allocations: the size asked for, what the driver had free, where, and the levels at that moment."""
+    history = device.history
+    return [
+        {
+            "size_bytes": history.size[index],
+            "device_free_bytes": history.device_free.get(index),
+            "site": allocation_site(history.frames[index]),
+            "stream": history.stream[index],
+            "time_us": None if history.time_us is None else history.time_us[index],
+            "allocated_bytes": int(timeline.allocated[index]) if timeline else None,
+            "active_bytes": int(timeline.active[index]) if timeline else None,
+            "reserved_bytes": int(timeline.reserved[index]) if timeline else None,
+        }
+        for index, action in enumerate(history.action)
+        if action == Action.OOM
+    ]
+
+
+def size_text(count: int) -> str:
+    """Bytes as text: GiB with 4 decimals, below 1 GiB MiB with 2."""
+    return f"{count / (1 << 30):.4f} GiB" if abs(count) >= 1 << 30 else f"{count / (1 << 20):.2f} MiB"
+
+
+def _notes(item: DeviceAnalysis) -> list[str]:
+    device, timeline, lives, history = item.device, item.timeline, item.lives, item.device.history
+    if timeline is None:
+        notes = ["no history was recorded: peaks, their composition and stacking are unknown"]
+    else:
+        notes = [UNITS_NOTE, "peak_composition is that of the allocated peak"]
+        if history_state(timeline, lives) == "truncated":
+            notes.append(
+                f"the history begins with {size_text(timeline.base_allocated)} allocated and "
+                f"{size_text(timeline.base_reserved)} reserved: what was before it, higher peaks too, is not in it"
+            )
+        if lives.unknown_frees:
+            notes.append(f"{lives.unknown_frees} frees are of blocks allocated before the history")
+        if not records_requests(history) and Action.FREE_COMPLETED in history.action:
+            notes.append("no free requests are recorded: allocated follows completed frees, stacking is unknown")
+        if history.time_us is None:
+            notes.append("the events carry no times: byte-seconds and peaks per step are unknown")
+        notes += _contradictions(timeline, lives)
+    if history.unknown_actions:
+        named = ", ".join(f"{name} ({count})" for name, count in sorted(history.unknown_actions.items()))
+        notes.append(f"events of unknown kind, not replayed: {named}")
+    private = [segment.total_size for segment in device.segments if segment.private_pool]
+    if private:
+        notes.append(
+            f"{len(private)} segments ({size_text(sum(private))}) are in private pools (CUDA graphs, MemPool): "
+            "replaying a graph records no events"
+        )
+    if any(segment.expandable for segment in device.segments) or Action.SEGMENT_MAP in history.action:
+        notes.append("expandable segments: reserved follows what is mapped")
+    return notes
+
+
+def _contradictions(timeline: Timeline, lives: Lives) -> list[str]:
+    found = []
+    if min(timeline.base_allocated, timeline.base_active, timeline.base_reserved) < 0:
+        found.append("the level before the history comes out negative: its events and the final segments disagree")
+    if lives.unfreed_reuses:
+        found.append(f"{lives.unfreed_reuses} allocations are of an address that was not freed: frees are missing")
+    if lives.missing_at_end:
+        found.append(f"{lives.missing_at_end} blocks never freed in the history are not in the final segments")
+    return found
+
+
+def trace_device_json(events: DeviceEvents, dropped: int = 0) -> dict[str, Any]:
+    """The item of a trace with memory events; allocated and reserved are rounded bytes, active is unknown there.
+
+    Without totals (torch before 1.10) every level is null and the peak above the start is in a note.
+    """
+    notes = ["from the trace's [memory] events: allocated and reserved as the allocator counts them (rounded)"]
+    if dropped:
+        notes.append(f"{dropped} memory events of this file are malformed and left out")
+    known = len(events.allocated) > 0
+    base = int(events.allocated[0]) - events.change_of_first_total if known else None
+    if events.without_total:
+        notes.append(
+            f"{events.without_total} events state no total: absolute peaks n/a for them; relative peak "
+            f"{events.relative_peak_bytes} B above the level at the start"
+        )
+    has_reserved = known and events.has_reserved
+    return {
+        "device": events.device,
+        "history": "complete" if base == 0 else "truncated",
+        "base_allocated_bytes": base,
+        "peak_requested_bytes": None,
+        "peak_allocated_bytes": int(events.allocated.max()) if known else None,
+        "peak_active_bytes": None,
+        "peak_reserved_bytes": int(events.reserved.max()) if has_reserved else None,
+        "final_requested_bytes": None,
+        "final_allocated_bytes": int(events.allocated[-1]) if known else None,
+        "final_active_bytes": None,
+        "final_reserved_bytes": int(events.reserved[-1]) if has_reserved else None,
+        "stacking": {
+            "blocks": None,
+            "max_pending_bytes": None,
+            "pending_at_end_bytes": None,
+            "byte_seconds": None,
+            "sites": [],
+        },
+        "peak_composition": None,
+        "oom": [],
+        "notes": notes,
+    }

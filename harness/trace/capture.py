@@ -1,0 +1,205 @@
+"""One trace file read and understood: whose it is, when it was, and what each of its devices did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from harness.errors import InputError
+from harness.sources import SourceFile, Sources
+from harness.trace.activity import Activity, device_activities
+from harness.trace.classify import Groups, full_bytes
+from harness.trace.events import MISSING, Trace, read_trace
+from harness.trace.host import host_activity
+from harness.trace.steps import Step, step_of_each, steps_of
+from harness.trace.units import Unit, unit_of_each
+
+WORKER_CAPTURE = re.compile(r"^(.+?)\.\d{10,}\.pt\.trace\.json")
+
+Mesh = Mapping[str, Sequence[Sequence[int]]]
+
+
+class CollectiveRecord(NamedTuple):
+    """One collective on one rank. `start_ns` is unix time where the file gives its base; `step` by the launch rule,
+    None outside every step; sizes are bytes on this rank, None where the trace does not say."""
+
+    rank: int | None
+    step: int | None
+    dimension: str | None
+    group: str | None
+    ranks: tuple[int, ...] | None
+    kind: str
+    raw_kind: str
+    in_bytes: int | None
+    out_bytes: int | None
+    start_ns: int
+    dur_ns: int
+    sequence: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceCapture:
+    """One device of a capture: its activity, the step of every event (an index into `Capture.steps`, -1 for none),
+    and the FSDP unit of those events that belong to one."""
+
+    activity: Activity
+    step: Any
+    units: dict[int, Unit]
+
+
+@dataclass(kw_only=True, slots=True)
+class Capture:
+    """What one trace file holds. `rank` is the trace's own word, else its name's; `order` counts the captures of one
+    rank in time."""
+
+    file: SourceFile
+    rank: int | None
+    start_ns: int
+    end_ns: int
+    base_ns: int
+    steps: list[Step]
+    devices: list[DeviceCapture]
+    launches_without_event: int
+    dropped: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+    order: int = 0
+
+    @property
+    def worker(self) -> str:
+        """Who recorded: the rank, else the worker a tensorboard_trace_handler file is named after, else the file."""
+        if self.rank is not None:
+            return f"rank {self.rank}"
+        match = WORKER_CAPTURE.match(self.file.path.name)
+        return str(self.file.path.parent / match[1]) if match else str(self.file.path)
+
+    def records(self) -> list[CollectiveRecord]:
+        """The collectives of all devices in order of their starts."""
+        found = []
+        for device in self.devices:
+            activity = device.activity
+            columns = (activity.start, activity.end, activity.collective, activity.sequence, device.step)
+            for start, end, index, sequence, step in zip(*(column.tolist() for column in columns), strict=True):
+                collective = activity.collectives[index] if index >= 0 else None
+                if collective is None or collective.kind is None:
+                    continue
+                found.append(
+                    CollectiveRecord(
+                        rank=self.rank,
+                        step=self.steps[step].number if step >= 0 else None,
+                        dimension=collective.dimension,
+                        group=collective.group,
+                        ranks=collective.ranks,
+                        kind=collective.kind,
+                        raw_kind=collective.raw_kind,
+                        in_bytes=collective.in_bytes,
+                        out_bytes=collective.out_bytes,
+                        start_ns=self.base_ns + start,
+                        dur_ns=end - start,
+                        sequence=None if sequence == MISSING else sequence,
+                    )
+                )
+        return sorted(found, key=lambda record: record.start_ns)
+
+
+def read_captures(sources: Sources, mesh: Mesh | None = None) -> tuple[list[Capture], list[InputError]]:
+    """Reads every trace of `sources`: the captures in order of rank and time, and what could not be read or fits
+    nowhere (two files of one rank at the same time). `mesh` names axes by their ranks, see `Groups`."""
+    captures, errors = [], list(sources.errors)
+    for file in sources.traces:
+        try:
+            captures.append(capture_of(file, read_trace(file.path), mesh))
+        except InputError as error:
+            errors.append(error)
+    captures.sort(key=lambda c: (c.rank is None, c.rank or 0, "" if c.rank is not None else c.worker, c.start_ns))
+    errors += order_in_time(captures)
+    return captures, errors
+
+
+def capture_of(file: SourceFile, trace: Trace, mesh: Mesh | None = None) -> Capture:
+    groups = Groups(trace.distributed, mesh)
+    steps = steps_of(trace)
+    activities = device_activities(trace, groups) or [host_activity(trace, groups)]
+    moments = [activity for activity in activities if activity.start.size] or activities[:0]
+    start = min((int(a.start.min()) for a in moments), default=0)
+    end = max((int(a.end.max()) for a in moments), default=0)
+    notes = list(trace.notes)
+    if trace.rank is not None and file.rank not in (None, trace.rank):
+        notes.append(f"the file name says rank {file.rank}, the trace rank {trace.rank}: the trace's is used")
+    elif trace.rank is None and file.rank is not None:
+        notes.append(f"rank {file.rank} is from the file name: the trace does not say it")
+    elif trace.rank is None:
+        notes.append("neither the trace nor its name says its rank: read as one rank of its own")
+    return Capture(
+        file=file,
+        rank=file.rank if trace.rank is None else trace.rank,
+        start_ns=trace.base_ns + start,
+        end_ns=trace.base_ns + end,
+        base_ns=trace.base_ns,
+        steps=steps,
+        devices=[
+            DeviceCapture(
+                activity=activity, step=step_of_each(activity.launch, steps), units=unit_of_each(trace, activity)
+            )
+            for activity in activities
+        ],
+        launches_without_event=launches_without_event(trace),
+        dropped=trace.dropped,
+        notes=notes,
+    )
+
+
+def launches_without_event(trace: Trace) -> int:
+    """Kernel launches and asynchronous copies whose device event is not in the file (the capture ended first)."""
+    if not trace.device.start.size:
+        return 0
+    named = [bool(re.search(r"Launch(Cooperative)?Kernel|Mem(cpy|set)\w*Async", name)) for name in trace.names]
+    launching = {index for index, is_launch in enumerate(named) if is_launch}
+    present = set(trace.device.correlation.tolist())
+    pairs = zip(trace.launches.name.tolist(), trace.launches.correlation.tolist(), strict=True)
+    return sum(name in launching and correlation not in present for name, correlation in pairs)
+
+
+def order_in_time(captures: list[Capture]) -> list[InputError]:
+    """Numbers the captures of each worker in time. Captures that overlap in time although their folders do not say
+    different iterations are two files of one rank: the error names both."""
+    errors = []
+    for worker in dict.fromkeys(capture.worker for capture in captures):
+        mine = [capture for capture in captures if capture.worker == worker]
+        clash = next((pair for pair in pairwise(mine) if same_time(*pair)), None)
+        if clash:
+            first, second = clash[0].file.path, clash[1].file.path
+            others = f" (and {len(mine) - 2} more files)" if len(mine) > 2 else ""
+            reason = f"is of {worker}, and so is {second}{others}: both are shown, which one counts is not known"
+            errors.append(InputError(first, reason))
+            continue
+        for order, capture in enumerate(mine):
+            capture.order = order
+            if len(mine) > 1:
+                capture.notes.append(f"capture {order + 1} of {len(mine)} of this worker, in order of time")
+    return errors
+
+
+def same_time(first: Capture, second: Capture) -> bool:
+    a, b = first.file.iteration, second.file.iteration
+    return second.start_ns < first.end_ns and not (a is not None and b is not None and a != b)
+
+
+def collective_counts(records: Sequence[CollectiveRecord]) -> list[dict[str, Any]]:
+    """How often each kind of collective ran in each dimension, per rank and step, and how much it moved.
+
+    Items: rank, step, dimension, kind, count, bytes. `bytes` is the sum over the calls of the size of the full
+    (unsharded) side: an all-gather's output, a reduce-scatter's input, the tensor of an all-reduce and of every other
+    kind, on this rank; None if the trace lacks one of the sizes.
+    """
+    totals: dict[tuple[int | None, int | None, str | None, str], list[int | None]] = {}
+    for record in records:
+        key = (record.rank, record.step, record.dimension, record.kind)
+        totals.setdefault(key, []).append(full_bytes(record.kind, record.in_bytes, record.out_bytes))
+    return [
+        {"rank": rank, "step": step, "dimension": dimension, "kind": kind, "count": len(sizes)}
+        | {"bytes": None if None in sizes else sum(size for size in sizes if size is not None)}
+        for (rank, step, dimension, kind), sizes in totals.items()
+    ]

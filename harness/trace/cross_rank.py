@@ -1,0 +1,124 @@
+"""The same collective on several ranks: how long it took to transfer, and how long each rank waited for the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from harness.trace.capture import Capture, CollectiveRecord
+
+# Clocks count as aligned if the ends of a collective agree within this, or within 5 % of its duration if that is more.
+ALIGNED_NS = 50_000
+ALIGNED_SHARE = 0.05
+POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+
+
+class Matched(NamedTuple):
+    """One collective on the ranks that recorded it."""
+
+    group: str | None
+    dimension: str | None
+    records: tuple[CollectiveRecord, ...]
+
+    @property
+    def transfer_ns(self) -> int:
+        """The shortest duration over the ranks: the last rank to arrive does not wait."""
+        return min(record.dur_ns for record in self.records)
+
+    @property
+    def end_spread_ns(self) -> int:
+        ends = [record.start_ns + record.dur_ns for record in self.records]
+        return max(ends) - min(ends)
+
+
+def cross_rank(captures: Sequence[Capture]) -> dict[str, Any]:
+    """Transfer and waiting time of every collective that at least two ranks recorded, in ns.
+
+    The k-th collective of a process group is matched over its ranks (by torch's sequence number where the trace has
+    it): transfer = the shortest duration, wait = a rank's duration − transfer, last_rank = the one that started last.
+    `aligned` says whether the clocks agree (median spread of ends ≤ max(50 µs, 5 % of the median shortest duration)),
+    None without a match; if they do not, waits and last ranks are None.
+    """
+    matched, notes = match(captures)
+    aligned = None
+    if matched:
+        spread = median(collective.end_spread_ns for collective in matched)
+        shortest = median(collective.transfer_ns for collective in matched)
+        aligned = spread <= max(ALIGNED_NS, ALIGNED_SHARE * shortest)
+        if not aligned:
+            notes.append(
+                f"clocks are not aligned (collectives end {spread / 1e3:.0f} us apart in the median): "
+                "waits and last ranks are unknown"
+            )
+    return {"aligned": aligned, "collectives": [item(one, aligned is True) for one in matched], "notes": notes}
+
+
+def item(collective: Matched, aligned: bool) -> dict[str, Any]:
+    transfer = collective.transfer_ns
+    last = max(collective.records, key=lambda record: record.start_ns)
+    return {
+        "kind": common_kind(collective.records),
+        "group": collective.group,
+        "dimension": collective.dimension,
+        "transfer_ns": transfer,
+        "wait_ns": {str(r.rank): r.dur_ns - transfer for r in collective.records} if aligned else None,
+        "last_rank": last.rank if aligned else None,
+    }
+
+
+def match(captures: Sequence[Capture]) -> tuple[list[Matched], list[str]]:
+    """Matched collectives in order of time, and what could not be matched."""
+    notes: list[str] = []
+    by_group: dict[tuple[Any, ...], dict[int, list[CollectiveRecord]]] = {}
+    for capture in captures:
+        if capture.rank is None:
+            continue
+        # Captures of different times are different collectives: the iteration tells, else their order.
+        time = (capture.file.iteration, capture.order)
+        seen: set[tuple[Any, ...]] = set()
+        for record in capture.records():
+            key = (time, record.group, record.ranks)
+            ranks = by_group.setdefault(key, {})
+            if key not in seen and capture.rank in ranks:
+                notes.append(f"rank {capture.rank} has two files of one time: only the first is matched")
+                break
+            seen.add(key)
+            ranks.setdefault(capture.rank, []).append(record)
+    matched = []
+    for (_, group, members), ranks in by_group.items():
+        name = group or "no group data"
+        if members is not None and 1 < len(ranks) < len(members):
+            notes.append(f"group {name}: {len(ranks)} of its {len(members)} ranks have a trace here")
+        if len(ranks) > 1:
+            matched += match_group(name, group, ranks, notes)
+    return sorted(matched, key=lambda one: one.records[0].start_ns), list(dict.fromkeys(notes))
+
+
+def match_group(
+    name: str, group: str | None, ranks: dict[int, list[CollectiveRecord]], notes: list[str]
+) -> list[Matched]:
+    numbered = all(record.sequence is not None for records in ranks.values() for record in records)
+    if numbered:
+        by_number = [{(r.sequence, r.kind): r for r in records} for records in ranks.values()]
+        numbered = all(len(n) == len(records) for n, records in zip(by_number, ranks.values(), strict=True))
+    if numbered:
+        shared = [number for number in by_number[0] if all(number in other for other in by_number[1:])]
+        rows = [tuple(numbers[number] for numbers in by_number) for number in shared]
+    else:
+        rows = list(zip(*ranks.values(), strict=False))
+    counts = [len(records) for records in ranks.values()]
+    if len(rows) < max(counts):
+        notes.append(f"group {name}: {len(rows)} collectives are matched of {min(counts)} to {max(counts)} per rank")
+    agreeing = [Matched(group, row[0].dimension, row) for row in rows if common_kind(row) is not None]
+    if len(agreeing) < len(rows):
+        notes.append(f"group {name}: {len(rows) - len(agreeing)} positions hold different kinds of collectives")
+    return agreeing
+
+
+def common_kind(records: Sequence[CollectiveRecord]) -> str | None:
+    """The kind all ranks agree on; a send on one rank and a receive on another are a send_recv."""
+    kinds = {record.kind for record in records}
+    if len(kinds) == 1:
+        return kinds.pop()
+    return "send_recv" if kinds <= POINT_TO_POINT else None

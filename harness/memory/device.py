@@ -115,7 +115,7 @@ def _notes(item: DeviceAnalysis) -> list[str]:
             )
         if lives.unknown_frees:
             notes.append(f"{lives.unknown_frees} frees are of blocks allocated before the history")
-        if not records_requests(history) and Action.FREE_COMPLETED in history.action:
+        if not records_requests(history):
             notes.append("no free requests are recorded: allocated follows completed frees, stacking is unknown")
         if history.time_us is None:
             notes.append("the events carry no times: byte-seconds and peaks per step are unknown")

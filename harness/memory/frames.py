@@ -22,9 +22,7 @@ _RECORDER_OR_ALLOCATOR = re.compile(
 
 def describe_frame(frame: object) -> str:
     """`file:line:function` of one frame."""
-    if not isinstance(frame, dict):
-        return "?:0:?"
-    return f"{frame.get('filename', '?')}:{frame.get('line', 0)}:{frame.get('name', '?')}"
+    return f"{_text(frame, 'filename')}:{_text(frame, 'line')}:{_text(frame, 'name')}"
 
 
 def allocation_site(frames: Frames) -> str:
@@ -33,28 +31,31 @@ def allocation_site(frames: Frames) -> str:
     Only Python frames can be told apart (C++ ones carry no path); where a stack has none outside torch, the
     recorder's and the allocator's own C++ frames are passed over. NO_STACK without frames.
     """
-    dicts = [frame for frame in frames if isinstance(frame, dict)]
-    python = [frame for frame in dicts if _is_python(str(frame.get("filename", "")))]
+    python = [frame for frame in frames if _is_python(_text(frame, "filename"))]
     for frame in python:
-        if not _TORCH_FILE.search(str(frame.get("filename", ""))):
+        if not _TORCH_FILE.search(_text(frame, "filename")):
             return describe_frame(frame)
-    for frame in python or dicts:
-        if not _RECORDER_OR_ALLOCATOR.search(str(frame.get("name", ""))):
+    for frame in python or frames:
+        if not _RECORDER_OR_ALLOCATOR.search(_text(frame, "name")):
             return describe_frame(frame)
-    return describe_frame(dicts[0]) if dicts else NO_STACK
+    return describe_frame(frames[0]) if frames else NO_STACK
 
 
 def stack_text(frames: Frames) -> str:
     """The stack as one `file:function` line per frame, innermost first, for rules that search it."""
-    return "\n".join(
-        f"{str(frame.get('filename', '?')).replace(chr(92), '/')}:{frame.get('name', '?')}"
-        for frame in frames
-        if isinstance(frame, dict)
-    )
+    return "\n".join(f"{_text(frame, 'filename').replace(chr(92), '/')}:{_text(frame, 'name')}" for frame in frames)
 
 
 def has_python_frames(frames: Frames) -> bool:
-    return any(isinstance(frame, dict) and _is_python(str(frame.get("filename", ""))) for frame in frames)
+    return any(_is_python(_text(frame, "filename")) for frame in frames)
+
+
+def _text(frame: object, key: str) -> str:
+    """A field of a frame on one line; "?" for anything that is neither text nor a number."""
+    value = frame.get(key) if isinstance(frame, dict) else None
+    if isinstance(value, str):
+        return value.replace("\n", " ")
+    return f"{value}" if type(value) is int and abs(value) < 1 << 63 else "?"
 
 
 def _is_python(filename: str) -> bool:

@@ -105,8 +105,19 @@ def final_levels(device: Device) -> Final:
 
 
 def records_requests(history: History) -> bool:
-    """Whether frees are recorded when requested; if not, only their completion is known."""
-    return int(Action.FREE_REQUESTED) in history.action
+    """Whether frees are recorded when requested; if not, only their completion is known.
+
+    A block that was allocated and completed within the history must have been requested within it.
+    """
+    if int(Action.FREE_REQUESTED) in history.action:
+        return True
+    allocated: set[int] = set()
+    for action, address in zip(history.action, history.address, strict=True):
+        if action == Action.ALLOC:
+            allocated.add(address)
+        elif action == Action.FREE_COMPLETED and address in allocated:
+            return False
+    return True
 
 
 def replay(device: Device) -> Timeline | None:

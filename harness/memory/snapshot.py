@@ -201,13 +201,15 @@ def _segment(item: dict[str, Any], where: str) -> Segment:
     for place, block in _items(item.get("blocks"), f"{where}.blocks"):
         size = _bytes(block, "size", place)
         state = block.get("state")
-        if state not in _STATES:
-            raise MalformedSnapshotError(f"{place}.state is {str(state)[:40]!r}, expected one of {', '.join(_STATES)}")
+        if not isinstance(state, str) or state not in _STATES:
+            said = f"{state[:40]!r}" if isinstance(state, str) else f"a {type(state).__name__}"
+            raise MalformedSnapshotError(f"{place}.state is {said}, expected one of {', '.join(_STATES)}")
         # Blocks tile their segment in order; torch wrote no block addresses before 2.1.
         at = _integer(block, "address", place, default=position)
         requested = _bytes(block, "requested_size", place, default=size)
         blocks.append(Block(at, size, requested, state, stream, _frames(block, place)))
         position = at + size
+    pool = item.get("segment_pool_id")
     allocated = sum(block.size for block in blocks if block.state == "active_allocated")
     active = sum(block.size for block in blocks if block.state != "inactive")
     return Segment(
@@ -217,7 +219,7 @@ def _segment(item: dict[str, Any], where: str) -> Segment:
         allocated_size=_bytes(item, "allocated_size", where, default=allocated),
         active_size=_bytes(item, "active_size", where, default=active),
         expandable=item.get("is_expandable") is True,
-        private_pool=tuple(item.get("segment_pool_id") or (0, 0)) != (0, 0),
+        private_pool=isinstance(pool, list | tuple) and tuple(pool) != (0, 0),
         blocks=blocks,
     )
 

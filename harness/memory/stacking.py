@@ -47,8 +47,7 @@ def measure_stacking(device: Device, timeline: Timeline | None, lives: Lives) ->
     """Stacking of a device; everything but `pending_at_end_bytes` is None without recorded free requests."""
     history = device.history
     at_end = sum(block.requested_size for block in device.blocks() if block.state in PENDING_STATES)
-    frees = int(Action.FREE_COMPLETED) in history.action or records_requests(history)
-    if timeline is None or (frees and not records_requests(history)):
+    if timeline is None or not records_requests(history):
         return Stacking(None, None, at_end, None, [])
     is_alloc = np.array(history.action, dtype=np.int8) == Action.ALLOC
     allocations = np.cumsum(is_alloc)

@@ -110,6 +110,8 @@ def check_opcodes(path: Path, data: mmap.mmap | bytes) -> None:
     """Walks `data` up to its STOP opcode; raises InputError with the offset at the first opcode that is refused,
     unknown, cut off, or claims a length or memo index beyond the size of the file."""
     size = len(data)
+    if text := _other_format(bytes(data[:64])):
+        raise InputError(path, f"not a pickle: {text}", 0)
     position = 0
     nested_tuples = 0
     while True:
@@ -170,16 +172,20 @@ def _not_a_pickle(data: mmap.mmap | bytes, position: int, opcode: bytes) -> str:
     return f"{what} ({text})" if (text := _looks_like(bytes(data[:512]))) else what
 
 
-def _looks_like(head: bytes) -> str:
+def _other_format(head: bytes) -> str:
     if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer: fetch the file itself"
+        return "a Git LFS pointer; fetch the file itself"
     if head.startswith(b"\x1f\x8b"):
-        return "gzip data: decompress it first"
+        return "gzip data; decompress it first"
     if head.startswith(b"PK\x03\x04"):
         return "a zip archive, as torch.save writes"
-    if head.lstrip()[:1] in (b"<", b"{") and head.isascii():
+    if head.lstrip()[:1] in (b"<", b"{"):
         return "HTML or JSON text"
-    if head.isascii() and head.decode("ascii").replace("\n", "").replace("\t", "").replace("\r", "").isprintable():
+    return ""
+
+
+def _looks_like(head: bytes) -> str:
+    if head.isascii() and head.decode("ascii").translate({9: None, 10: None, 13: None}).isprintable():
         return "plain text"
     return ""
 

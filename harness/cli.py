@@ -8,17 +8,22 @@ import sys
 from typing import NoReturn, Protocol, cast
 
 from harness import __version__
-from harness.errors import EXIT_INTERRUPTED, EXIT_USAGE, MeshscopeError
+from harness.errors import EXIT_INTERRUPTED, EXIT_USAGE, MeshscopeError, UsageError
 
 # Command -> what `meshscope --help` says. The module is harness.commands.<command>.
 COMMANDS = {
+    "run": "start the ranks of a run on this machine and record them",
     "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension",
     "memory": "peaks, stacking and composition of allocator snapshots",
+    "doctor": "what this machine can run, what is missing and the command for it",
 }
 
 
 class Command(Protocol):
-    """What a module in `harness/commands/` offers."""
+    """What a module in `harness/commands/` offers.
+
+    One with `TAKES_OVERRIDES = True` gets the dotted options (`--training.steps 20`) as pairs in `args.overrides`.
+    """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -50,18 +55,43 @@ def load_command(name: str) -> Command:
     return cast(Command, importlib.import_module(f"harness.commands.{name}"))
 
 
+def split_overrides(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Takes `--section.field value` and `--section.field=value` out of a command line, in order.
+
+    Raises `UsageError` for one without a value.
+    """
+    rest: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    words = iter(argv)
+    for word in words:
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        if not has_value:
+            following = next(words, None)
+            if following is None:
+                raise UsageError(f"--{name} needs a value")
+            value = following
+        overrides.append((name, value))
+    return rest, overrides
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code (see `harness.errors`)."""
     argv = sys.argv[1:] if argv is None else argv
     command = next((word for word in argv if word in COMMANDS), None)
-    args = build_parser(command).parse_args(argv)
     try:
+        overrides: list[tuple[str, str]] = []
+        if command and getattr(load_command(command), "TAKES_OVERRIDES", False):
+            argv, overrides = split_overrides(argv)
+        args = build_parser(command).parse_args(argv, argparse.Namespace(overrides=overrides))
         return load_command(args.command).run(args)
     except MeshscopeError as error:
-        print(f"meshscope {args.command}: error: {error}", file=sys.stderr)
+        print(f"meshscope {command}: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"meshscope {args.command}: interrupted", file=sys.stderr)
+        print(f"meshscope {command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

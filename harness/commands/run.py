@@ -1,0 +1,173 @@
+"""`meshscope run`: starts the ranks of a run on this machine and records them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.config import Trainer, to_json
+from harness.doctor import LATER_MODES, choose_mode
+from harness.errors import EXIT_FAILED, EXIT_OK, UsageError
+from harness.launch import TIMEOUT_S, OnStep, launch
+from harness.recipes.arguments import add_recipe_arguments, config_from
+from harness.recording import Mode
+
+TAKES_OVERRIDES = True
+DEFAULT_PARENT = Path("runs") / "out"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--mode",
+        choices=("real", "cpu", *LATER_MODES),
+        help="real: one CUDA device per rank; cpu: gloo; default: real where there are enough devices, else cpu",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="new folder to record into (default: runs/out/NAME-TIME)"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, start nothing")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="S",
+        help="a run in which no rank ends a step for S seconds has hung (default: %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything that can be refused is refused before a process starts; exits 3 if the run fails."""
+    config = config_from(args)
+    if args.print_config:
+        print(to_json(config))
+        return EXIT_OK
+    if args.timeout <= 0:
+        raise UsageError(f"--timeout {args.timeout:g} must be above 0")
+    mode, why = choose_mode(config, args.mode)
+    config.training.device = "cuda" if mode == "real" else "cpu"
+    directory = _out_directory(args.out, config.name)
+
+    _say(f"{config.name}: {config.world_size} ranks, mode {mode} ({why}), recording to {directory}")
+    try:
+        with _progress(config) as on_step:
+            status = launch(
+                config,
+                directory,
+                mode=mode,
+                environment=_mode_environment(mode),
+                timeout_s=args.timeout,
+                on_step=on_step,
+            )
+    except KeyboardInterrupt:
+        _say(f"what was recorded is in {directory}")
+        raise
+    if status.state != "complete":
+        _say(f"meshscope run: error: {status.reason} (recorded so far, and logs: {directory})")
+        return EXIT_FAILED
+    print(directory)
+    return EXIT_OK
+
+
+def _mode_environment(mode: Mode) -> dict[str, str]:
+    """In mode cpu no rank may open a CUDA context by accident."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if mode == "cpu" else {}
+
+
+def _out_directory(wanted: Path | None, name: str) -> Path:
+    """A new or empty folder, made now; the default one gets the link `latest`.
+
+    Raises `UsageError` if there is something, or if the folder cannot be made.
+    """
+    try:
+        if wanted is None:
+            return _default_directory(name)
+        wanted.mkdir(parents=True, exist_ok=True)
+        occupied = any(wanted.iterdir())
+        writable = os.access(wanted, os.W_OK)
+    except OSError as error:
+        raise UsageError(f"--out {wanted or DEFAULT_PARENT}: {error.strerror}; name another folder") from None
+    if occupied:
+        raise UsageError(f"--out {wanted}: the folder is not empty; name a new one")
+    if not writable:
+        raise UsageError(f"--out {wanted}: the folder cannot be written to; name another one")
+    return wanted
+
+
+def _default_directory(name: str) -> Path:
+    stem = re.sub(r"[^\w.-]", "_", name) + time.strftime("-%Y%m%d-%H%M%S")
+    DEFAULT_PARENT.mkdir(parents=True, exist_ok=True)
+    directory, count = DEFAULT_PARENT / stem, 1
+    while directory.exists():  # another run began in the same second
+        count += 1
+        directory = DEFAULT_PARENT / f"{stem}-{count}"
+    directory.mkdir()
+    link = DEFAULT_PARENT / f".latest.{os.getpid()}"
+    link.symlink_to(directory.name)
+    link.replace(DEFAULT_PARENT / "latest")
+    return directory
+
+
+@contextmanager
+def _progress(config: Trainer.Config) -> Iterator[OnStep]:
+    """Shows each step once, from the first rank that ended it: a bar on a terminal, else a line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    steps = config.training.steps
+    if not console.is_terminal:
+
+        def print_step(step: int, row: dict[str, Any]) -> None:
+            _say(f"step {step + 1}/{steps}  {_summary(row)}")
+
+        yield _once_per_step(print_step)
+        return
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=steps, now="starting the ranks")
+
+        def show_step(step: int, row: dict[str, Any]) -> None:
+            bar.update(task, completed=step + 1, now=_summary(row))
+
+        yield _once_per_step(show_step)
+
+
+def _once_per_step(show: Any) -> OnStep:
+    last = -1
+
+    def on_step(rank: int, row: dict[str, Any]) -> None:
+        nonlocal last
+        if row["step"] > last:
+            last = row["step"]
+            show(last, row)
+
+    return on_step
+
+
+def _summary(row: dict[str, Any]) -> str:
+    figures = (
+        ("loss", "loss", "{:.4f}"),
+        ("tokens/s", "tokens_per_second", "{:,.0f}"),
+        ("peak", "peak_allocated_bytes", "{:,.0f} B"),
+    )
+    return "  ".join(
+        f"{label} {'n/a' if row.get(name) is None else form.format(row[name])}" for label, name, form in figures
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

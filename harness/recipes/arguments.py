@@ -1,0 +1,30 @@
+"""The arguments of every command that takes a run: `--module`, `--config`, `--nproc` and dotted overrides."""
+
+from __future__ import annotations
+
+import argparse
+
+from harness.config import Trainer, with_overrides
+from harness.recipes import BUILT_IN, load_config
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--module",
+        required=True,
+        metavar="M",
+        help=f"{' or '.join(BUILT_IN)}; or your own: a .py file, or a dotted name under this folder (runs.mine)",
+    )
+    parser.add_argument("--config", required=True, metavar="C", help="the function of M that returns the run")
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of ranks (the run's world_size)")
+    parser.epilog = "Any field can be replaced: --training.steps 20 --parallelism.tp=1 (run --print-config lists all)."
+
+
+def config_from(args: argparse.Namespace) -> Trainer.Config:
+    """The run that the arguments mean, checked; raises `UsageError` in one line if it cannot be."""
+    overrides = list(args.overrides)
+    if args.nproc is not None:
+        overrides.append(("world_size", str(args.nproc)))
+    config = with_overrides(load_config(args.module, args.config), overrides)
+    config.validate()
+    return config

@@ -1,0 +1,204 @@
+"""The command line as a person meets it: a process, its exit code, its two streams."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.errors import UsageError
+
+# Runs the command line with torch made unimportable: what passes needs none.
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from harness.cli import entry_point
+entry_point()
+"""
+
+
+@pytest.fixture
+def meshscope(tmp_path):
+    """Runs `meshscope ARGUMENTS` in an empty folder; without torch unless told otherwise."""
+
+    def run(*arguments: str, torch: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+        program = ["-m", "harness.cli"] if torch else ["-c", WITHOUT_TORCH]
+        return subprocess.run(
+            [sys.executable, *program, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], exit_code: int, *parts: str) -> None:
+    assert done.returncode == exit_code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+TINY = ("run", "--module", "debug", "--config", "tiny")
+
+
+def test_print_config_is_the_resolved_tree(meshscope, tmp_path):
+    done = meshscope(*TINY, "--nproc", "8", "--training.steps=3", "--parallelism.dp_shard", "-1", "--print-config")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    tree = json.loads(done.stdout)
+    assert (tree["world_size"], tree["training"]["steps"], tree["parallelism"]["dp_shard"]) == (8, 3, -1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--nproc", "3"), ["needs 4 processes, world_size=3: set world_size (--nproc) to 4"]),
+        (("--parallelism.tp", "3", "--nproc", "6"), ["model.n_heads=8 is not divisible by parallelism.tp=3"]),
+        (("--training.seq_len", "127"), ["training.seq_len=127 is not divisible by parallelism.tp=2", "multiple of 2"]),
+        (("--model.dim", "100"), ["model.dim=100 is not divisible by model.n_heads=8"]),
+        (("--parallelism.pp", "2"), ["set it to 1"]),
+        (("--model.dimm", "1"), ["did you mean --model.dim"]),
+        (("--training.steps", "some"), ["training.steps"]),
+        (("--training.steps",), ["--training.steps needs a value"]),
+        (("--timeout", "0"), ["--timeout 0 must be above 0"]),
+        (("--nproc", "two"), ["--nproc"]),
+        (("--frobnicate",), ["--frobnicate"]),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(meshscope, tmp_path, arguments, parts):
+    assert_refused(meshscope(*TINY, *arguments), 2, *parts)
+    assert list(tmp_path.iterdir()) == [], "something was started"
+
+
+def test_unknown_names_list_the_candidates(meshscope):
+    assert_refused(meshscope("run", "--module", "debug", "--config", "huge"), 2, "tiny, tiny_fsdp4, single")
+    assert_refused(meshscope("run", "--module", "nothing", "--config", "tiny"), 2, "debug, llama3", "nothing.py")
+    assert_refused(meshscope("run", "--module", "runs.none", "--config", "tiny"), 2, "runs/none.py")
+    assert_refused(meshscope("run", "--module", "./none.py", "--config", "tiny"), 2, "there is no such file")
+    assert_refused(meshscope("frobnicate"), 2, "run", "doctor")
+
+
+USERS_FILE = """
+from harness.config import Trainer
+from sizes import LAYERS
+
+def mine() -> Trainer.Config:
+    config = Trainer.Config(name="mine")
+    config.model.n_layers = LAYERS
+    return config
+
+def raises() -> Trainer.Config:
+    return Trainer.Config(model={}["missing"])
+
+def returns_a_number() -> Trainer.Config:
+    return 3
+
+def helper(size):
+    return size
+"""
+
+
+@pytest.fixture
+def users_file(tmp_path) -> Path:
+    """runs/mine/small.py, which imports a module that lies beside it."""
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "sizes.py").write_text("LAYERS = 9\n")
+    path = folder / "small.py"
+    path.write_text(USERS_FILE)
+    return path
+
+
+@pytest.mark.parametrize("module", ["runs.mine.small", "runs/mine/small.py", "./runs/mine/small.py"])
+def test_users_file_is_found_from_the_working_directory(meshscope, users_file, module):
+    done = meshscope("run", "--module", module, "--config", "mine", "--print-config")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["n_layers"] == 9
+
+
+def test_faults_of_a_users_file_are_one_line_with_the_place(meshscope, users_file):
+    module = ("run", "--module", "runs.mine.small", "--config")
+    assert_refused(meshscope(*module, "raises"), 2, f"{users_file}:11: KeyError: 'missing'")
+    assert_refused(meshscope(*module, "returns_a_number"), 2, "returned int, not a Trainer.Config")
+    assert_refused(meshscope(*module, "helper"), 2, "it has: mine, raises, returns_a_number")
+
+    users_file.write_text("import nowhere_to_be_found\n")
+    assert_refused(meshscope(*module, "mine"), 2, f"{users_file}:1: ModuleNotFoundError")
+    users_file.write_text("x = 1\ndef broken(:\n")
+    assert_refused(meshscope(*module, "mine"), 2, f"{users_file}:2: SyntaxError")
+    users_file.write_text("x = 1\n")
+    assert_refused(meshscope(*module, "mine"), 2, "none: it defines no function")
+
+
+def test_folder_with_something_in_it_is_never_recorded_into(meshscope, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    assert_refused(meshscope(*TINY, "--mode", "cpu", "--out", "out", torch=True), 2, "out", "not empty")
+    assert_refused(meshscope(*TINY, "--mode", "cpu", "--out", "out/precious", torch=True), 2, "name another folder")
+
+
+def test_mode_that_this_machine_lacks_is_refused(meshscope, tmp_path):
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert_refused(meshscope(*TINY, "--mode", "real", torch=True, **hidden), 5, "mode real needs", "--mode cpu")
+    assert_refused(meshscope(*TINY, "--mode", "rehearsal", torch=True), 5, "mode rehearsal is not in this version")
+    llama = ("run", "--module", "llama3", "--config", "llama3_1b")
+    assert_refused(meshscope(*llama, torch=True, **hidden), 5, "0 usable CUDA devices for 8 ranks")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_says_what_is_missing_without_torch(meshscope):
+    done = meshscope("doctor", "--json")
+
+    assert (done.returncode, done.stderr) == (5, "")
+    report = json.loads(done.stdout)
+    torch = next(check for check in report["checks"] if check["name"] == "torch")
+    assert torch["state"] == "missing"
+    assert torch["fix"].startswith("pip install")
+    assert report["modes"]["cpu"] == 0
+    assert "no        mode cpu" in meshscope("doctor").stdout
+
+
+def test_doctor_with_torch(meshscope):
+    done = meshscope("doctor", torch=True)
+
+    assert done.returncode == 0, done.stdout
+    assert "yes       mode cpu" in done.stdout
+    assert "ok        torch" in done.stdout
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_help_and_reading_need_no_torch(meshscope, command):
+    done = meshscope(command, "--help")
+
+    assert done.returncode == 0, done.stderr
+    assert f"usage: meshscope {command}" in done.stdout
+
+
+@pytest.mark.parametrize("command", sorted({"overlap", "memory", "report", "compare"} & set(cli.COMMANDS)))
+def test_reading_commands_say_without_torch_that_nothing_is_there(meshscope, command):
+    done = meshscope(command, *["nowhere"] * (2 if command == "compare" else 1))
+
+    assert done.returncode == 3, done.stderr
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_overrides_are_taken_out_of_the_command_line_in_order():
+    words = ["run", "--out", "a.b", "--x.y", "1", "--x.z=2", "--x.y=-3", "--x.w", "-1", "--out=c.d"]
+
+    assert cli.split_overrides(words) == (
+        ["run", "--out", "a.b", "--out=c.d"],
+        [("x.y", "1"), ("x.z", "2"), ("x.y", "-3"), ("x.w", "-1")],
+    )
+    with pytest.raises(UsageError, match=r"--x\.y needs a value"):
+        cli.split_overrides(["--x.y"])

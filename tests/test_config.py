@@ -1,0 +1,164 @@
+"""The configuration tree: JSON and back, overrides, and every layout that cannot be."""
+
+import pytest
+
+from harness import recipes
+from harness.config import (
+    Data,
+    Decoder,
+    Parallelism,
+    Recorder,
+    Trainer,
+    Training,
+    Window,
+    field_names,
+    from_dict,
+    from_json,
+    to_dict,
+    to_json,
+    with_overrides,
+)
+from harness.errors import UsageError
+
+BUILT_IN = [
+    (module, name)
+    for module in recipes.BUILT_IN
+    for name in recipes.recipes_of(__import__(f"harness.recipes.{module}", fromlist=["_"]))
+]
+
+
+@pytest.mark.parametrize(("module", "name"), BUILT_IN)
+def test_built_in_runs_are_valid_and_survive_json(module, name):
+    config = recipes.load_config(module, name)
+
+    config.validate()
+    assert config.name == name
+    assert from_json(to_json(config)) == config
+
+
+def test_built_in_modules_offer_these_runs():
+    assert BUILT_IN == [
+        ("debug", "tiny"),
+        ("debug", "tiny_fsdp4"),
+        ("debug", "single"),
+        ("llama3", "llama3_1b"),
+        ("llama3", "llama3_1b_fsdp4_tp2"),
+        ("llama3", "llama3_8b"),
+    ]
+
+
+def test_parameters_of_llama():
+    # 1B: 1,235,814,400 of the tied original and a head of 128,256 × 2,048; 8B: Meta's own figure, untied.
+    assert recipes.load_config("llama3", "llama3_1b").model.params == 1_235_814_400 + 128_256 * 2_048
+    assert recipes.load_config("llama3", "llama3_8b").model.params == 8_030_261_248
+
+
+def test_overrides_replace_fields_and_the_last_one_wins():
+    config = with_overrides(
+        Trainer.Config(),
+        [
+            ("training.steps", "3"),
+            ("training.steps", "5"),
+            ("parallelism.sequence_parallel", "false"),
+            ("recorder.trace.steps", "0"),
+            ("optimizer.lr", "1e-2"),
+            ("recorder.peak_tflops", "null"),
+        ],
+    )
+
+    assert config.training.steps == 5
+    assert config.parallelism.sequence_parallel is False
+    assert config.recorder.trace == Window(start=4, steps=0)
+    assert config.optimizer.lr == 0.01
+    assert config.recorder.peak_tflops is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.dimm", "3", "no field --model.dimm; did you mean --model.dim"),
+        ("steps", "3", "no field --steps; did you mean"),
+        ("training.steps", "many", "training.steps"),
+        ("training.device", "tpu", "training.device"),
+        ("model", "3", "no field --model"),
+    ],
+)
+def test_override_that_cannot_be(name, value, message):
+    with pytest.raises(UsageError) as caught:
+        with_overrides(Trainer.Config(), [(name, value)])
+
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_listed_field_can_be_read_from_the_tree():
+    tree = to_dict(Trainer.Config())
+
+    for dotted in field_names():
+        node = tree
+        for part in dotted.split("."):
+            node = node[part]
+        assert not isinstance(node, dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "not a JSON object"),
+        ('{"world_size": ', "not a JSON object"),
+        ('{"world": 2}', "no field world"),
+        ('{"model": {"heads": 2}}', "no field model.heads"),
+        ('{"world_size": "2"}', "world_size"),
+    ],
+)
+def test_json_that_is_no_configuration(text, message):
+    with pytest.raises(UsageError) as caught:
+        from_json(text)
+
+    assert message in str(caught.value)
+
+
+def test_fields_left_out_of_json_keep_their_defaults():
+    assert from_dict({"model": {"n_layers": 7}}) == Trainer.Config(model=Decoder.Config(n_layers=7))
+
+
+IMPOSSIBLE = [
+    ({"world_size": 3, "parallelism": Parallelism.Config(tp=2)}, "a multiple of 2 processes"),
+    ({"world_size": 8, "parallelism": Parallelism.Config(dp_shard=2, tp=2)}, "set world_size (--nproc) to 4"),
+    ({"parallelism": Parallelism.Config(tp=0)}, "parallelism.tp=0 must be at least 1"),
+    ({"parallelism": Parallelism.Config(dp_shard=0)}, "parallelism.dp_shard=0 must be at least 1, or -1"),
+    ({"world_size": 0}, "world_size=0 must be at least 1"),
+    ({"world_size": 2, "parallelism": Parallelism.Config(pp=2)}, "parallelism.pp=2: this version"),
+    (
+        {"world_size": 3, "parallelism": Parallelism.Config(tp=3)},
+        "model.n_heads=8 is not divisible by parallelism.tp=3",
+    ),
+    (
+        {"world_size": 8, "parallelism": Parallelism.Config(tp=8)},
+        "model.n_kv_heads=4 is not divisible by parallelism.tp=8",
+    ),
+    (
+        {"world_size": 4, "parallelism": Parallelism.Config(tp=4), "training": Training.Config(seq_len=254)},
+        "training.seq_len=254 is not divisible by parallelism.tp=4",
+    ),
+    ({"model": Decoder.Config(dim=250)}, "model.dim=250 is not divisible by model.n_heads=8"),
+    ({"model": Decoder.Config(n_kv_heads=3)}, "model.n_heads=8 is not divisible by model.n_kv_heads=3"),
+    ({"data": Data.Config(ignored_share=1.0)}, "data.ignored_share=1.0 must be in [0, 1)"),
+    ({"training": Training.Config(steps=0)}, "training.steps=0 must be at least 1"),
+    ({"recorder": Recorder.Config(trace=Window(start=-1, steps=1))}, "recorder.trace"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), IMPOSSIBLE)
+def test_run_that_cannot_be_is_refused_in_one_line(fields, message):
+    with pytest.raises(UsageError) as caught:
+        Trainer.Config(**fields).validate()
+
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sequence_of_any_length_without_sequence_parallel():
+    parallelism = Parallelism.Config(tp=4, sequence_parallel=False)
+
+    Trainer.Config(world_size=4, parallelism=parallelism, training=Training.Config(seq_len=254)).validate()

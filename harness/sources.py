@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,6 +31,8 @@ SNAPSHOT_NAME = re.compile(r"\.(pickle|pkl)$", re.IGNORECASE)
 # What a recording or a trainer keeps beside its traces; these names are never taken for input.
 OWN_FILES = frozenset({"manifest.json", "status.json", "config.json"})
 OWN_FOLDERS = frozenset({"__pycache__", "logs", "node_modules"})
+RECORDING_FOLDERS = frozenset({"ranks", "steps"})
+UNFINISHED = ".tmp"
 
 RANK_IN_NAME = (
     re.compile(r"(?:^|[^a-z])rank[-_ ]?(\d{1,7})(?!\d)", re.IGNORECASE),
@@ -54,11 +56,15 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """What a path holds, in natural order of the names; `errors` are the candidates that are neither."""
+    """What a path holds, in natural order of the names; `errors` are the candidates that are neither.
+
+    `mode` and `mesh` (a mesh axis, named as torch describes its group → rank lists) are the recording's own.
+    """
 
     root: Path
     recording: bool
     mode: str = "imported"
+    mesh: dict[str, list[list[int]]] = field(default_factory=dict)
     traces: list[SourceFile] = field(default_factory=list)
     snapshots: list[SourceFile] = field(default_factory=list)
     errors: list[InputError] = field(default_factory=list)
@@ -84,7 +90,7 @@ def find_sources(path: Path) -> Sources:
             snapshots=[file] if kind == "snapshot" else [],
         )
     manifest = path / "manifest.json"
-    found = Sources(root=path, recording=manifest.is_file(), mode=mode_of(manifest))
+    found = Sources(root=path, recording=manifest.is_file(), mode=mode_of(manifest), mesh=mesh_of(manifest))
     for candidate in candidates(path, found.errors):
         try:
             kind = kind_of(candidate)
@@ -153,8 +159,10 @@ def candidates(folder: Path, errors: list[InputError]) -> Iterator[Path]:
 
     found = []
     for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=False):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in OWN_FOLDERS]
-        paths = (Path(parent, name) for name in names if not name.startswith(".") and name not in OWN_FILES)
+        own = OWN_FOLDERS | RECORDING_FOLDERS if "manifest.json" in names else OWN_FOLDERS
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in own]
+        names = [name for name in names if not name.startswith(".") and name not in OWN_FILES]
+        paths = (Path(parent, name) for name in names if not name.endswith(UNFINISHED))
         found += [path for path in paths if named_like_input(path) or looks_like_input(path)]
     return iter(sorted(found, key=lambda path: natural_key(path.relative_to(folder))))
 
@@ -202,12 +210,30 @@ def iteration_of(path: Path) -> int | None:
 
 def mode_of(manifest: Path) -> str:
     """The mode a recording's manifest states; "imported" where there is none."""
+    mode = stated_by(manifest).get("mode")
+    return mode if isinstance(mode, str) else "imported"
+
+
+def mesh_of(manifest: Path) -> dict[str, list[list[int]]]:
+    """Mesh axes of a recording's manifest with their rank lists, named `mesh_<axis>` as torch's groups are."""
+    mesh = stated_by(manifest).get("mesh")
+    found = {}
+    for axis, ranks in mesh.items() if isinstance(mesh, dict) else ():
+        lists = ranks if isinstance(ranks, list) and all(isinstance(one, list) for one in ranks) else [ranks]
+        try:
+            found[f"mesh_{axis.removeprefix('mesh_')}"] = msgspec.convert(lists, list[list[int]])
+        except msgspec.ValidationError:
+            continue
+    return found
+
+
+def stated_by(manifest: Path) -> dict[str, Any]:
+    """What a manifest says; nothing where there is none to read (reading the recording itself reports that)."""
     try:
         stated = msgspec.json.decode(manifest.read_bytes())
     except (OSError, msgspec.DecodeError):
-        return "imported"
-    mode = stated.get("mode") if isinstance(stated, dict) else None
-    return mode if isinstance(mode, str) else "imported"
+        return {}
+    return stated if isinstance(stated, dict) else {}
 
 
 def natural_key(path: Path) -> list[tuple[int, str]]:

@@ -10,7 +10,7 @@ import numpy as np
 from harness.errors import InputError
 from harness.sources import Sources
 from harness.trace.activity import Activity
-from harness.trace.capture import Capture, DeviceCapture, Mesh, read_captures
+from harness.trace.capture import Capture, DeviceCapture, read_captures
 from harness.trace.cross_rank import cross_rank
 from harness.trace.events import MISSING
 from harness.trace.figures import COMMUNICATION, COMPUTE, Window
@@ -18,13 +18,12 @@ from harness.trace.figures import COMMUNICATION, COMPUTE, Window
 SCHEMA_VERSION = 1
 
 
-def analyse(sources: Sources, mesh: Mesh | None = None) -> dict[str, Any]:
+def analyse(sources: Sources) -> dict[str, Any]:
     """The `overlap --json` object of everything at `sources`: definitions as in `Window.figures`, times in ns.
 
-    Never raises for a file: what cannot be read is in `errors`. `mesh` (axis → rank lists) names axes without a
-    process group of their own.
+    Never raises for a file: what cannot be read is in `errors`.
     """
-    captures, errors = read_captures(sources, mesh)
+    captures, errors = read_captures(sources)
     return analyse_captures(captures, errors, sources.mode)
 
 

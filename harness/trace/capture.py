@@ -104,13 +104,13 @@ class Capture:
         return sorted(found, key=lambda record: record.start_ns)
 
 
-def read_captures(sources: Sources, mesh: Mesh | None = None) -> tuple[list[Capture], list[InputError]]:
+def read_captures(sources: Sources) -> tuple[list[Capture], list[InputError]]:
     """Reads every trace of `sources`: the captures in order of rank and time, and what could not be read or fits
-    nowhere (two files of one rank at the same time). `mesh` names axes by their ranks, see `Groups`."""
+    nowhere (two files of one rank at the same time)."""
     captures, errors = [], list(sources.errors)
     for file in sources.traces:
         try:
-            captures.append(capture_of(file, read_trace(file.path), mesh))
+            captures.append(capture_of(file, read_trace(file.path), sources.mesh))
         except InputError as error:
             errors.append(error)
     captures.sort(key=lambda c: (c.rank is None, c.rank or 0, "" if c.rank is not None else c.worker, c.start_ns))

@@ -162,7 +162,7 @@ class Groups:
         described = description or self._description.get(group or "", "")
         if described not in DEFAULT_GROUPS:
             return described
-        members = self.members(group, ranks) or self._ranks_of(described)
+        members = self.members(group, ranks, described)
         axis = self._axis.get(members) if members else None
         if axis is not None:
             return axis
@@ -173,9 +173,11 @@ class Groups:
         """Whether the file lists a group of this name."""
         return group in self._description
 
-    def members(self, group: str | None, ranks: str | None = None) -> tuple[int, ...] | None:
+    def members(
+        self, group: str | None, ranks: str | None = None, description: str | None = None
+    ) -> tuple[int, ...] | None:
         """The global ranks of a group, None where neither the event nor the file lists them all."""
-        return rank_list(ranks) or self._ranks.get(group or "")
+        return rank_list(ranks) or self._ranks.get(group or "") or self._ranks_of(description or "")
 
     def _ranks_of(self, description: str) -> tuple[int, ...] | None:
         names = (name for name, text in self._description.items() if text == description and description)

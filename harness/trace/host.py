@@ -70,7 +70,7 @@ def range_of(name: str, groups: Groups, recorded: bool) -> tuple[Collective, int
     if not name.startswith("comm:"):
         return None
     _, raw, *fields = name.split(":")
-    group = fields[0] if fields and fields[0] else None
+    group = fields[0] if fields and fields[0] not in ("", "-") else None
     # Our ranges name a group as torch does, or by its description.
     known, description = (group, None) if groups.knows(group) else (None, group)
     sequence, size = (to_count(fields[index]) if len(fields) > index else None for index in (1, 2))
@@ -79,7 +79,7 @@ def range_of(name: str, groups: Groups, recorded: bool) -> tuple[Collective, int
         raw_kind=raw,
         group=group,
         dimension=groups.dimension(known, description, None),
-        ranks=groups.members(group),
+        ranks=groups.members(known, None, description),
         in_bytes=size,
         out_bytes=size,
     )

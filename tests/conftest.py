@@ -1,0 +1,29 @@
+"""What all tests share: where the real inputs are, which live beside the checkout and not in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(os.environ.get("MESHSCOPE_SHARED") or Path(__file__).parents[2] / "shared")
+
+
+def shared_folder(name: str) -> Path:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"no {name} beside the checkout (MESHSCOPE_SHARED names another place)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cases() -> Path:
+    """Acceptance cases: `cases.tsv`, `expected.json`, `files/<set>/…`."""
+    return shared_folder("cases")
+
+
+@pytest.fixture(scope="session")
+def recordings() -> Path:
+    """Real recordings: `<name>/rankR_trace.json.gz`, `<name>/rankR_snapshot.pickle`."""
+    return shared_folder("recordings")

@@ -1,0 +1,171 @@
+"""Live tensor storages on CPU, where no allocator keeps statistics: bytes now, at the peak, and of which category."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from harness.record.memory import Reading, bytes_by_measure
+
+OTHER = "other"
+
+
+@dataclass(slots=True)
+class _Live:
+    size_bytes: int
+    category: str
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of every live storage on CPU, each once however many tensors view it.
+
+    Storages enter when an operator returns or takes them, or are there when the tracker starts; they leave when
+    they are freed, whoever held them (saved tensors of autograd included), since weak references tell. Memory that
+    an operator allocates and frees inside is not seen, so peaks are those between operators.
+    Compiled regions run eagerly while the mode is on.
+
+    Only what runs between `enter` and `exit` of the mode is seen at once; what is allocated outside is found by the
+    next `adopt_existing`. `category` labels what is allocated from now on.
+    """
+
+    supports_higher_order_operators = True
+    name = "tensor_storages"
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.category = OTHER
+        self._live: dict[int, _Live] = {}
+        self._bytes: Counter[str] = Counter()
+        self._total = 0
+        self._peak = 0
+        self._step_peak = 0
+        self._composition: dict[str, int] = {}
+
+    def __enter__(self) -> StorageTracker:
+        # FSDP2 frees and refills its gathered parameters through this method, which no operator shows.
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._make_resize()  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _make_resize(self) -> Any:
+        original = self._resize
+
+        def resize_(storage: torch.UntypedStorage, *size: Any, **named: Any) -> Any:
+            result = original(storage, *size, **named)
+            self._see_storage(storage, self.category)
+            return result
+
+        return resize_
+
+    def close(self) -> None:
+        """Forgets every storage; their ends are no longer followed."""
+        self._live.clear()
+
+    def adopt_existing(self) -> None:
+        """Takes in every storage that Python can reach, by what holds it.
+
+        Parameters and their gradients, optimizer states, the rest as `other`. Saved tensors whose Python object is
+        gone are met when an operator takes them.
+        """
+        objects = gc.get_objects()
+        # By type and not isinstance, which would run the code of any object that fakes its class.
+        tensors = [o for o in objects if issubclass(type(o), torch.Tensor) and not is_lazy(o)]
+        parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+        optimizers = [o for o in objects if issubclass(type(o), torch.optim.Optimizer)]
+        del objects
+        states = [s for o in optimizers for s in tree_iter(list(o.state.values())) if isinstance(s, torch.Tensor)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for category, holders in (
+            ("parameter", parameters),
+            ("optimizer_state", states),
+            ("gradient", gradients),
+            (OTHER, tensors),
+        ):
+            for tensor in holders:
+                self._see(tensor, category)
+
+    def start_step(self) -> None:
+        """Peaks and composition count from here."""
+        self._peak = self._step_peak = self._total
+        self._composition = dict(self._bytes)
+
+    def read(self) -> Reading:
+        """Bytes live now, and the peak since the last call; allocated and active are the same thing here."""
+        peak, self._peak = self._peak, self._total
+        return Reading(
+            current=bytes_by_measure(allocated=self._total, active=self._total),
+            peak=bytes_by_measure(allocated=peak, active=peak),
+        )
+
+    def peak_composition(self) -> list[dict[str, Any]]:
+        """[{category, bytes}] at the step's peak, largest first; they add up to the peak."""
+        items = sorted(self._composition.items(), key=lambda item: (-item[1], item[0]))
+        return [{"category": category, "bytes": size} for category, size in items if size]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if types and not isinstance(func, torch._ops.HigherOrderOperator):
+            return NotImplemented  # DTensor and its like first become the operators on plain tensors
+        result = func(*args, **kwargs)
+        for value in tree_iter((args, kwargs, result)):
+            if isinstance(value, torch.Tensor):
+                self._see(value, self.category)
+        return result
+
+    def _see(self, tensor: torch.Tensor, category: str) -> None:
+        for plain in _plain_tensors(tensor):
+            if plain.layout is torch.strided and plain.device.type == "cpu":
+                self._see_storage(plain.untyped_storage(), category)
+
+    def _see_storage(self, storage: torch.UntypedStorage, category: str) -> None:
+        if storage.device.type != "cpu":  # a fake tensor claims a device that its storage lacks
+            return
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is None:
+            reference = weakref.ref(storage, partial(self._freed, key))
+            self._live[key] = _Live(size, category, reference)
+            self._change(category, size)
+        elif known.size_bytes != size:
+            change, known.size_bytes = size - known.size_bytes, size
+            self._change(known.category, change)
+
+    def _freed(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        known = self._live.pop(key)
+        self._change(known.category, -known.size_bytes)
+
+    def _change(self, category: str, size: int) -> None:
+        self._bytes[category] += size
+        self._total += size
+        self._peak = max(self._peak, self._total)
+        if self._total > self._step_peak:
+            self._step_peak = self._total
+            self._composition = dict(self._bytes)
+
+
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold memory: those inside a wrapper such as DTensor, else the tensor itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _plain_tensors(getattr(tensor, name))

@@ -1,0 +1,111 @@
+"""The steps that are looked at closely: trace and memory windows, opened and closed around steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from harness.config import Recorder
+from harness.record.collectives import CommRanges
+from harness.record.memory import CudaAllocator, MemorySource, NoAllocator
+from harness.record.snapshot import MemoryHistory
+from harness.record.storages import OTHER, StorageTracker
+from harness.record.trace import TraceWindow
+
+
+class Windows:
+    """What differs between devices: on CUDA the allocator tells memory and its history makes snapshots; on CPU live
+    storages are tracked, and collectives get ranges in the trace."""
+
+    def __init__(
+        self, config: Recorder.Config, directory: Path, rank: int, world_size: int, device: torch.device
+    ) -> None:
+        cuda = device.type == "cuda"
+        self._memory_window = config.memory
+        self._trace = TraceWindow(config.trace, directory, rank, world_size, cuda=cuda)
+        self._history: MemoryHistory | None = None
+        if cuda:
+            self._history = MemoryHistory(config.memory, directory, rank, max_entries=config.max_history_entries)
+        self._allocator: MemorySource = CudaAllocator(device) if cuda else NoAllocator()
+        self._tracker: StorageTracker | None = None
+        self._comm_ranges = None if cuda else CommRanges()
+        self._after_export = False
+
+    @property
+    def memory(self) -> MemorySource:
+        return self._tracker or self._allocator
+
+    @property
+    def annotating(self) -> bool:
+        """Whether ranges opened now end up in a file."""
+        return self._trace.active or self._remembering
+
+    @property
+    def _remembering(self) -> bool:
+        return self._history is not None and self._history.active
+
+    def enter(self, step: int, stack: ExitStack) -> list[str]:
+        """Opens what `step` needs, the parts that last one step on `stack`; returns the tags for its row."""
+        self._trace.before_step(step)
+        if self._history is not None:
+            self._history.before_step(step)
+        elif step in self._memory_window:
+            self._tracker = self._tracker or StorageTracker()
+            self._tracker.adopt_existing()
+
+        if self.annotating:
+            stack.enter_context(record_function(f"ProfilerStep#{step}"))
+        # Modes leave in the reverse order of their entry, whatever the windows, so each step enters them anew.
+        if self._tracker is not None:
+            stack.enter_context(self._tracker)
+            self._tracker.start_step()
+        if self._comm_ranges is not None and self._trace.active:
+            stack.enter_context(self._comm_ranges)
+
+        tags = {
+            "profiled": self._trace.active,
+            "profiler_warmup": self._trace.warming_up,
+            "memory_history": self._tracker is not None or self._remembering,
+            "after_export": self._after_export,
+        }
+        self._after_export = False
+        return [tag for tag, holds in tags.items() if holds]
+
+    def leave(self, completed_steps: int) -> None:
+        """Ends the windows that end here. Their export falls between two steps; the next one is tagged
+        `after_export`, since other ranks may reach it earlier and wait."""
+        exported = [self._trace.after_step(completed_steps)]
+        if self._history is not None:
+            exported.append(self._history.after_step(completed_steps))
+        if completed_steps not in self._memory_window:
+            self._stop_tracking()
+        self._after_export = any(exported)
+
+    def finish(self, completed_steps: int, *, failed: bool = False, out_of_memory: bool = False) -> None:
+        """Writes what open windows hold; after running out of memory a snapshot in any case."""
+        try:
+            self._trace.finish(completed_steps)
+            if self._history is not None:
+                self._history.finish(completed_steps, at_exit=failed, without_history=out_of_memory)
+        finally:
+            self._stop_tracking()
+
+    def label(self, category: str | None, phase: str | None, step: int | None) -> None:
+        """Says what is allocated from now on."""
+        if self._tracker is not None:
+            self._tracker.category = category or OTHER
+        if self._history is not None:
+            self._history.label(category=category, phase=phase, step=step)
+
+    def peak_composition(self) -> list[dict[str, Any]] | None:
+        """Categories at the step's peak where storages are tracked."""
+        return None if self._tracker is None else self._tracker.peak_composition()
+
+    def _stop_tracking(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None

@@ -2,6 +2,9 @@
 
 The rules know the files and functions of PyTorch's FSDP2, tensor parallelism, pipelining, optimizers and
 checkpointing. The first rule that holds decides, so the most specific stand first.
+
+A label that says no more than its phase does (what our recorder writes where the loop named only the phase) stands
+behind the specific rules: the all-gather buffers and logits of a forward are no activations.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from harness.memory.replay import BlockLife
 PRE_WINDOW = "pre_window"
 BACKWARD = "backward"
 UNKNOWN = "unknown"
+
+# Labels the recorder derives from the phase alone.
+_PHASE_LABELS = {"forward": "activation", "backward": "gradient", "optimizer": "optimizer_state"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,7 @@ def _rule(category: str, *patterns: str, stream: Literal["default", "side", "any
     return Rule(category, tuple(re.compile(pattern, re.MULTILINE) for pattern in patterns), stream)
 
 
-RULES = (
+SPECIFIC_RULES = (
     _rule("optimizer_state", r"optim/\w+\.py:(?:_init_group|init_state)$"),
     _rule("optimizer_temporary", r"torch/optim/\w+\.py:"),
     # FSDP2. A sharded gradient is the output of the reduce-scatter, on that collective's own stream.
@@ -50,6 +56,9 @@ RULES = (
     _rule("recompute", r"utils/checkpoint\.py:(?:unpack_hook|recompute_fn|_recompute\w*|backward)$"),
     _rule("logits_loss", r"(?:^|/)loss\.py:|:(?:cross_entropy|nll_loss|log_softmax)$"),
     _rule("redistribution", r"_functional_collectives\.py:(?!__torch_dispatch__)|_redistribute\.py:|_context_parallel"),
+)
+
+GENERAL_RULES = (
     _rule(BACKWARD, r":backward$|autograd/\w+\.py:(?:_make_grads|_engine_run_backward)$"),
     _rule("parameter", r":(?:to_empty|init_states|init_weights|reset_parameters|_init_sharded_param|_apply)$"),
     _rule("activation", r":forward$|torch/nn/functional\.py:"),
@@ -69,17 +78,29 @@ def category_of(block: BlockLife, *, history_has_stacks: bool) -> str:
     A block from before the history without a stack is `pre_window`. One allocated within it without a Python
     stack, where others have one, comes from autograd's own threads: `backward`.
     """
-    if category := labels_of(block.metadata).get("category"):
-        return category
+    labels = labels_of(block.metadata)
+    label = labels.get("category")
+    if label and label != _PHASE_LABELS.get(labels.get("phase", "")):
+        return label
     stack = stack_text(block.frames)
-    for rule in RULES:
-        on_side_stream = block.stream != 0
-        if rule.stream != "any" and on_side_stream != (rule.stream == "side"):
-            continue
-        if stack and all(pattern.search(stack) for pattern in rule.patterns):
-            return rule.category
+    if category := _first_match(SPECIFIC_RULES, stack, block.stream):
+        return category
+    if label:
+        return label
+    if category := _first_match(GENERAL_RULES, stack, block.stream):
+        return category
     if has_python_frames(block.frames):
         return UNKNOWN
     if block.allocated_at is None:
         return PRE_WINDOW
     return BACKWARD if history_has_stacks else UNKNOWN
+
+
+def _first_match(rules: tuple[Rule, ...], stack: str, stream: int) -> str | None:
+    if not stack:
+        return None
+    side = "default" if stream == 0 else "side"
+    for rule in rules:
+        if rule.stream in ("any", side) and all(pattern.search(stack) for pattern in rule.patterns):
+            return rule.category
+    return None

@@ -74,7 +74,7 @@ def choose_mode(config: Trainer.Config, requested: Mode | None) -> tuple[Mode, s
         return "cpu", "asked for"
 
     usable, why = usable_gpus()
-    short = f"{len(usable)} usable CUDA devices for {config.world_size} ranks" + (f" ({why})" if why else "")
+    short = f"{len(usable)} usable CUDA devices for {config.world_size} ranks" + (f", {why}" if why else "")
     if len(usable) >= config.world_size:
         return "real", f"{len(usable)} CUDA devices"
     if requested is None and wanted == "auto":

@@ -30,7 +30,7 @@ import harness
 from harness import recording
 from harness.config import Trainer, to_dict, to_json
 from harness.recording import Status
-from harness.worker import LAUNCH_ID_VARIABLE, STACKS_SIGNAL, die_with_parent
+from harness.worker import EXIT_TERMINATED, LAUNCH_ID_VARIABLE, STACKS_SIGNAL, die_with_parent
 
 OnStep = Callable[[int, dict[str, Any]], None]
 """Called with a rank and each of its step rows, soon after it was written."""
@@ -47,7 +47,8 @@ PASSED_NAMES = frozenset((
     "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD",
 ))
 PASSED_PREFIXES = (
-    "CUDA_", "NCCL_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "PYTORCH_", "OMP_", "MKL_", "OPENBLAS_", "GLOO_", "LC_",
+    "CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NCCL_", "NVIDIA_", "GLOO_",
+    "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "LC_",
 )
 # fmt: on
 
@@ -343,22 +344,26 @@ def _failure_reason(directory: Path, exit_code: int) -> str | None:
             r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) \(pid: (\d+)\)", text
         )
     }
-    for rank, (code, pid) in exit_codes.items():
-        killed_by_torchrun = f"Unable to shutdown process {pid} " in text
-        if code < 0 and code != -signal.SIGTERM and not killed_by_torchrun:
+    ended_by_torchrun = {
+        rank
+        for rank, (code, pid) in exit_codes.items()
+        if code in (-signal.SIGTERM, EXIT_TERMINATED) or f"Unable to shutdown process {pid} " in text
+    }
+    for rank, (code, _) in exit_codes.items():
+        if code < 0 and rank not in ended_by_torchrun:
             hint = ": out of memory, unless someone did" if code == -signal.SIGKILL else ""
             return f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
     failed = {
         rank: document
         for rank, document in recording.read_recording(directory).ranks.items()
-        if document.get("end_state") == "failed"
+        if document.get("end_state") == "failed" and rank not in ended_by_torchrun
     }
     if failed:
         first = min(failed, key=lambda rank: failed[rank].get("ended_unix_ns") or sys.maxsize)
         return f"rank {first}: {failed[first].get('exception')}"
     _fold_logs(directory)
     for rank, (code, _) in exit_codes.items():
-        if code != -signal.SIGTERM:
+        if rank not in ended_by_torchrun:
             return f"rank {rank} exited with {code}: {_last_line(recording.log_path(directory, rank))}"
     return f"torch.distributed.run exited with {exit_code}: {_last_line(directory / 'logs' / 'launcher.log')}"
 

@@ -1,8 +1,8 @@
 """One rank of a launched run: `python -m harness.worker DIR`, started by torchrun, which says which rank it is.
 
 Reads DIR/config.json, trains, and leaves every way of ending in the recording: stdout and stderr in the rank's log
-from the first line on, SIGTERM as a normal unwinding (so that the recorder writes what it has), an exception as one
-line in ranks/rank{r}.json.
+from the first line on, an exception as one line in ranks/rank{r}.json. SIGTERM is the recorder's to handle: it
+unwinds the loop and writes what it has; before there is a recorder, nothing is lost.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import NoReturn
+from types import TracebackType
 
 from harness import config, recording
 from harness.errors import InputError, MeshscopeError
@@ -42,7 +41,6 @@ def prepare(directory: Path, rank: int) -> None:
     _capture_output(recording.log_path(directory, rank))
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    signal.signal(signal.SIGTERM, _unwind)
     sys.excepthook = _failure_recorder(directory, rank)
 
 
@@ -75,16 +73,12 @@ def _capture_output(log: Path) -> None:
     os.close(descriptor)
 
 
-def _unwind(signal_number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the writing
-    sys.exit(EXIT_TERMINATED)
-
-
 def _failure_recorder(
     directory: Path, rank: int
 ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        traceback.print_exception(kind, error, trace)
+        # torch.distributed calls this hook with sys.stderr replaced, to print what it wrote after it returns.
+        traceback.print_exception(kind, error, trace, file=sys.__stderr__)
         path = recording.rank_path(directory, rank)
         try:
             known = recording.read_json(path)
@@ -94,7 +88,6 @@ def _failure_recorder(
             line = str(error) if isinstance(error, MeshscopeError) else exception_line(error)
             recording.write_json(path, {**known, "end_state": "failed", "exception": line})
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(1)  # tearing down a process group whose peers wait in a collective can hang
 
     return record

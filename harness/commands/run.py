@@ -159,14 +159,15 @@ def _once_per_step(show: Any) -> OnStep:
 
 
 def _summary(row: dict[str, Any]) -> str:
+    """Loss, speed and peak memory of one rank's step; without an allocator (CPU) the peak is the process's own."""
+    allocated, resident = row.get("peak_allocated_bytes"), row.get("peak_rss_bytes")
+    peak, kind = (resident, "resident") if allocated is None else (allocated, "allocated")
     figures = (
-        ("loss", "loss", "{:.4f}"),
-        ("tokens/s", "tokens_per_second", "{:,.0f}"),
-        ("peak", "peak_allocated_bytes", "{:,.0f} B"),
+        ("loss", row.get("loss"), "{:.4f}"),
+        ("tokens/s per device", row.get("tokens_per_s"), "{:,.0f}"),
+        (f"peak {kind} GiB", None if peak is None else peak / 2**30, "{:.4f}"),
     )
-    return "  ".join(
-        f"{label} {'n/a' if row.get(name) is None else form.format(row[name])}" for label, name, form in figures
-    )
+    return "  ".join(f"{name} {'n/a' if value is None else form.format(value)}" for name, value, form in figures)
 
 
 def _say(text: str) -> None:

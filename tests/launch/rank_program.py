@@ -11,7 +11,7 @@ if os.environ["SCENARIO"] == "fails before anything":
     raise ImportError("no module of that name")
 
 from harness import recording
-from harness.worker import prepare
+from harness.worker import EXIT_TERMINATED, prepare
 
 directory, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 scenario = os.environ["SCENARIO"]
@@ -30,6 +30,7 @@ def wait_for_ever() -> None:
 
 
 prepare(directory, rank)
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))  # as the recorder does
 recording.write_json(recording.rank_path(directory, rank), {"rank": rank, "pid": os.getpid(), "end_state": None})
 try:
     print(f"out of rank {rank}")
@@ -44,6 +45,11 @@ try:
     elif scenario == "rank 1 is killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_ever()
+    elif scenario == "rank 1 gives up":
+        if rank == 1:
+            print("nothing left to do")
+            sys.exit(7)
         wait_for_ever()
     elif scenario == "rank 1 hangs":
         if rank == 1:

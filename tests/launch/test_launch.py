@@ -102,6 +102,12 @@ def test_rank_that_is_killed_is_named_with_the_signal(tmp_path):
     assert (tmp_path / "run" / "unwound0").exists()
 
 
+def test_rank_that_exits_without_an_exception_is_named_with_its_code_and_last_line(tmp_path):
+    status = run(tmp_path / "run", "rank 1 gives up")
+
+    assert (status.state, status.reason) == ("failed", "rank 1 exited with 7: nothing left to do")
+
+
 def test_hang_names_the_rank_that_is_behind_and_ends_even_a_rank_that_ignores_sigterm(tmp_path):
     directory = tmp_path / "run"
 

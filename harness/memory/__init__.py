@@ -5,7 +5,7 @@ Pure functions of files, without torch. `analyse` gives the `memory --json` obje
 """
 
 from harness.memory.analyse import Analysis, analyse, analyse_sources
-from harness.memory.device import DeviceAnalysis, analyse_device
+from harness.memory.device import DeviceAnalysis, DeviceSummary, analyse_device
 from harness.memory.replay import Timeline, follow_blocks, replay
 from harness.memory.snapshot import Snapshot, read_snapshot
 from harness.memory.stacking import Stacking, measure_stacking
@@ -13,6 +13,7 @@ from harness.memory.stacking import Stacking, measure_stacking
 __all__ = [
     "Analysis",
     "DeviceAnalysis",
+    "DeviceSummary",
     "Snapshot",
     "Stacking",
     "Timeline",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import InputError
-from harness.memory.device import DeviceAnalysis, analyse_device, device_json, trace_device_json
+from harness.memory.device import DeviceSummary, analyse_device, device_json, summarise, trace_device_json
 from harness.memory.snapshot import Snapshot, read_snapshot
 from harness.memory.steps import RangePeaks, phase_peaks, recorded_peaks, recorded_phases, step_peaks
 from harness.memory.trace_events import TraceMemory, read_trace_memory
@@ -23,7 +23,7 @@ class Analysis:
 
     mode: str
     files: list[dict[str, Any]] = field(default_factory=list)
-    devices: list[tuple[SourceFile, DeviceAnalysis]] = field(default_factory=list)
+    devices: list[tuple[SourceFile, DeviceSummary]] = field(default_factory=list)
     steps: dict[tuple[int | None, int], RangePeaks] = field(default_factory=dict)
     phases: dict[tuple[int | None, str], RangePeaks] = field(default_factory=dict)
     errors: list[InputError] = field(default_factory=list)
@@ -128,7 +128,7 @@ def _merge(into: dict[Any, RangePeaks], key: Any, peaks: RangePeaks) -> None:
 
 def _add_snapshot(source: SourceFile, snapshot: Snapshot, analysis: Analysis, *, with_steps: bool) -> None:
     found = [analyse_device(device) for device in snapshot.devices]
-    analysis.devices += [(source, item) for item in found]
+    analysis.devices += [(source, summarise(item)) for item in found]
     analysis.files.append(
         {"rank": source.rank, "file": str(source.path), "devices": [device_json(item) for item in found]}
     )

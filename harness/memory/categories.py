@@ -15,6 +15,7 @@ from typing import Literal
 
 from harness.memory.frames import has_python_frames, stack_text
 from harness.memory.replay import BlockLife
+from harness.memory.snapshot import printable
 
 PRE_WINDOW = "pre_window"
 BACKWARD = "backward"
@@ -68,7 +69,7 @@ GENERAL_RULES = (
 def labels_of(metadata: str) -> dict[str, str]:
     """The `key=value` pairs of a `user_metadata` string such as `category=gradient;phase=backward;step=3`;
     whatever is written otherwise is ignored."""
-    pairs = (part.partition("=") for part in re.split(r"[;|,]", metadata))
+    pairs = (part.partition("=") for part in re.split(r"[;|,]", printable(metadata)))
     return {key.strip(): value.strip() for key, sign, value in pairs if sign and key.strip() and value.strip()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.memory.composition import composition_by_category
+from harness.memory.composition import Share, composition_by_category, composition_by_site
 from harness.memory.frames import allocation_site
 from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, history_state, records_requests, replay
 from harness.memory.snapshot import Action, Device
@@ -28,11 +28,30 @@ class DeviceAnalysis:
     stacking: Stacking
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSummary:
+    """What is worth keeping of a replayed device once its history, hundreds of bytes an event, is let go."""
+
+    index: int
+    timeline: Timeline | None
+    stacking: Stacking
+    by_category: list[Share]
+    by_site: list[Share]
+
+
 def analyse_device(device: Device) -> DeviceAnalysis:
     """Replays one device of a snapshot."""
     timeline = replay(device)
     lives = follow_blocks(device)
     return DeviceAnalysis(device, timeline, lives, measure_stacking(device, timeline, lives))
+
+
+def summarise(item: DeviceAnalysis) -> DeviceSummary:
+    """The curves, the stacking and what the allocated peak consists of (empty without a history)."""
+    device, timeline, lives = item.device, item.timeline, item.lives
+    by_category = composition_by_category(device, timeline, lives) if timeline else []
+    by_site = composition_by_site(device, timeline, lives) if timeline else []
+    return DeviceSummary(device.index, timeline, item.stacking, by_category, by_site)
 
 
 def device_json(item: DeviceAnalysis) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from harness.memory.snapshot import Frames
+from harness.memory.snapshot import Frames, printable
 
 NO_STACK = "(no stack recorded)"
 BEFORE_HISTORY = "(allocated before the history)"
@@ -54,7 +54,7 @@ def _text(frame: object, key: str) -> str:
     """A field of a frame on one line; "?" for anything that is neither text nor a number."""
     value = frame.get(key) if isinstance(frame, dict) else None
     if isinstance(value, str):
-        return value.replace("\n", " ")
+        return printable(value)
     return f"{value}" if type(value) is int and abs(value) < 1 << 63 else "?"
 
 

@@ -161,6 +161,11 @@ def parse_snapshot(content: Any) -> Snapshot:
     return Snapshot(devices, _annotations(content.get("external_annotations") or []))
 
 
+def printable(text: str) -> str:
+    """`text` from a stranger's file, fit for one line of a terminal."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
 def _items(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(value, list | tuple):
         raise MalformedSnapshotError(f"{where} is not a list")
@@ -233,7 +238,7 @@ def _history(trace: Any, where: str) -> History:
             raise MalformedSnapshotError(f"{place}.action is {'missing' if 'action' not in event else 'not a string'}")
         action = _ACTIONS.get(name, int(Action.UNKNOWN))
         if action == Action.UNKNOWN:
-            history.unknown_actions[name[:40]] += 1
+            history.unknown_actions[printable(name[:40])] += 1
         optional = 0 if action in _NEEDS_NO_ADDRESS else None
         history.action.append(action)
         history.size.append(_bytes(event, "size", place, optional))

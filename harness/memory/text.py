@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from harness.memory.analyse import Analysis
-from harness.memory.composition import Share, composition_by_category, composition_by_site
-from harness.memory.device import DeviceAnalysis, size_text
+from harness.memory.composition import Share
+from harness.memory.device import DeviceSummary, size_text
 from harness.memory.steps import RangePeaks
 
 By = Literal["step", "phase", "category", "site"]
@@ -16,7 +16,7 @@ _SITES_SHOWN = 10
 
 def report(analysis: Analysis, by: By | None) -> str:
     """The whole text: sizes in GiB (MiB below one), n/a where a value is unknown."""
-    replayed = {(str(source.path), item.device.index): item for source, item in analysis.devices}
+    replayed = {(str(source.path), item.index): item for source, item in analysis.devices}
     lines: list[str] = []
     for file in analysis.files:
         rank = "rank unknown" if file["rank"] is None else f"rank {file['rank']}"
@@ -36,13 +36,13 @@ def report(analysis: Analysis, by: By | None) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _device_lines(device: dict[str, Any], item: DeviceAnalysis | None, by: By | None) -> Iterator[str]:
+def _device_lines(device: dict[str, Any], item: DeviceSummary | None, by: By | None) -> Iterator[str]:
     yield f"  device {device['device']}   history {device['history']}, base {_size(device['base_allocated_bytes'])}"
     yield f"    {'':10}{'allocated':>14}{'active':>14}{'reserved':>14}{'requested':>14}"
     for when in ("peak", "final"):
         sizes = [_size(device[f"{when}_{what}_bytes"]) for what in ("allocated", "active", "reserved", "requested")]
         yield f"    {when:10}" + "".join(f"{size:>14}" for size in sizes)
-    yield from _stacking_lines(device["stacking"], item, by)
+    yield from _stacking_lines(device["stacking"], item)
     for oom in device["oom"]:
         yield (
             f"    OOM: {_size(oom['size_bytes'])} asked, {_size(oom['device_free_bytes'])} free on the device, "
@@ -50,16 +50,14 @@ def _device_lines(device: dict[str, Any], item: DeviceAnalysis | None, by: By | 
         )
     if item is not None and item.timeline is not None:
         if by in (None, "category"):
-            shares = composition_by_category(item.device, item.timeline, item.lives)
-            yield from _shares("allocated peak by category", shares, limit=None)
+            yield from _shares("allocated peak by category", item.by_category, limit=None)
         if by == "site":
-            shares = composition_by_site(item.device, item.timeline, item.lives)
-            yield from _shares("allocated peak by allocation site", shares, limit=_SITES_SHOWN)
+            yield from _shares("allocated peak by allocation site", item.by_site, limit=_SITES_SHOWN)
     for note in device["notes"]:
         yield f"    note: {note}"
 
 
-def _stacking_lines(stacking: dict[str, Any], item: DeviceAnalysis | None, by: By | None) -> Iterator[str]:
+def _stacking_lines(stacking: dict[str, Any], item: DeviceSummary | None) -> Iterator[str]:
     if stacking["blocks"] is None:
         at_end = stacking["pending_at_end_bytes"]
         yield f"    stacking  n/a{'' if at_end is None else f', {_size(at_end)} pending at the end'}"
@@ -74,8 +72,7 @@ def _stacking_lines(stacking: dict[str, Any], item: DeviceAnalysis | None, by: B
         return
     sites = item.stacking.sites
     for site in sites[:_SITES_SHOWN]:
-        stream = f"stream {site.stream}"
-        yield f"      {site.blocks:>7} blocks {_size(site.bytes):>14}  {site.site}  ({stream})"
+        yield f"      {_size(site.bytes):>14} {site.blocks:>7} blocks  {site.site}  (stream {site.stream})"
     yield from _omitted(len(sites) - _SITES_SHOWN, "sites")
 
 

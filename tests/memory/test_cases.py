@@ -31,8 +31,8 @@ def values(device: dict[str, Any], *keys: str) -> list[Any]:
     return [device[key] for key in keys]
 
 
-def test_c47_totals_of_memory_events(case_files: Path) -> None:
-    found = analyse(find_sources(case_files / "t05-ddp2-mem"))
+def test_c47_totals_of_memory_events(cases: Path) -> None:
+    found = analyse(find_sources(cases / "files" / "t05-ddp2-mem"))
     [file] = found["files"]
     [device] = file["devices"]
     assert (file["rank"], device["device"]) == (1, 1)
@@ -51,8 +51,8 @@ def test_c47_totals_of_memory_events(case_files: Path) -> None:
     ]
 
 
-def test_c49_memory_events_without_totals(case_files: Path) -> None:
-    found = analyse(find_sources(case_files / "t31-tbp-w0"))
+def test_c49_memory_events_without_totals(cases: Path) -> None:
+    found = analyse(find_sources(cases / "files" / "t31-tbp-w0"))
     assert found["errors"] == []
     assert len(found["files"]) == 2
     for file in found["files"]:
@@ -63,56 +63,56 @@ def test_c49_memory_events_without_totals(case_files: Path) -> None:
     assert {row["peak_allocated_bytes"] for row in found["steps"]} == {None}
 
 
-def test_small_trace_with_two_captures(case_files: Path) -> None:
-    found = analyse(find_sources(case_files / "t59-sidnb-a"))
+def test_small_trace_with_two_captures(cases: Path) -> None:
+    found = analyse(find_sources(cases / "files" / "t59-sidnb-a"))
     assert [row["step"] for row in found["steps"]] == [1, 2, 3, 6, 7, 8]
     assert {row["peak_allocated_bytes"] for row in found["steps"]} == {94398464}
     assert {row["peak_reserved_bytes"] for row in found["steps"]} == {117440512}
 
 
-def test_c50_complete_history(case_files: Path) -> None:
-    device = only_device(case_files / "s20-silmont-tiny")
+def test_c50_complete_history(cases: Path) -> None:
+    device = only_device(cases / "files" / "s20-silmont-tiny")
     assert device["history"] == "complete"
     assert values(device, "base_allocated_bytes", "peak_allocated_bytes") == [0, 3249143816]
     assert values(device, "peak_reserved_bytes", "final_reserved_bytes") == [3781165056, 3781165056]
     assert values(device, "final_allocated_bytes", "final_requested_bytes") == [31719936, 31719428]
 
 
-def test_c51_truncated_history(case_files: Path) -> None:
-    device = only_device(case_files / "s08-ws-infer1024")
+def test_c51_truncated_history(cases: Path) -> None:
+    device = only_device(cases / "files" / "s08-ws-infer1024")
     assert device["history"] == "truncated"
     assert values(device, "base_allocated_bytes", "peak_allocated_bytes") == [1701711872, 2877435904]
     assert values(device, "final_reserved_bytes", "final_allocated_bytes") == [3204448256, 1703677952]
     assert values(device["stacking"], "blocks", "max_pending_bytes", "pending_at_end_bytes") == [0, 0, 0]
 
 
-def test_c57_stacking(case_files: Path) -> None:
-    device = only_device(case_files / "e01-stack")
+def test_c57_stacking(cases: Path) -> None:
+    device = only_device(cases / "files" / "e01-stack")
     assert values(device, "peak_active_bytes", "peak_allocated_bytes") == [671088640, 335544320]
     assert device["final_allocated_bytes"] == 268435456
     stacking = device["stacking"]
     assert values(stacking, "blocks", "max_pending_bytes", "pending_at_end_bytes") == [19, 335544320, 0]
     assert stacking["sites"] == [{"site": "/x/train.py:1:all_gather", "blocks": 19, "bytes": 19 * 67108864}]
-    device = only_device(case_files / "e02-nostack")
+    device = only_device(cases / "files" / "e02-nostack")
     assert values(device, "peak_active_bytes", "peak_allocated_bytes") == [335544320, 335544320]
     assert values(device["stacking"], "blocks", "max_pending_bytes", "sites") == [0, 0, []]
 
 
-def test_c59_expandable_segments_and_out_of_memory(case_files: Path) -> None:
-    device = only_device(case_files / "e05-expandable")
+def test_c59_expandable_segments_and_out_of_memory(cases: Path) -> None:
+    device = only_device(cases / "files" / "e05-expandable")
     assert values(device, "peak_reserved_bytes", "final_reserved_bytes") == [209715200, 146800640]
     assert values(device, "peak_allocated_bytes", "final_allocated_bytes") == [209715200, 104857600]
-    device = only_device(case_files / "e06-oom")
+    device = only_device(cases / "files" / "e06-oom")
     [oom] = device["oom"]
     assert values(oom, "size_bytes", "device_free_bytes", "site") == [8589934592, 104857600, "/x/train.py:1:big"]
     assert device["stacking"]["pending_at_end_bytes"] == 402653184
 
 
 def test_c61_evil_snapshot(
-    case_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["memory", str(case_files / "e08-evil")]) == 3
+    assert main(["memory", str(cases / "files" / "e08-evil")]) == 3
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -120,8 +120,8 @@ def test_c61_evil_snapshot(
     assert not (tmp_path / "pwned_marker_dir").exists()
 
 
-def test_every_snapshot_against_brute_force(case_files: Path, real_recordings: Path) -> None:
-    paths = [path for folder in (case_files, real_recordings) for path in sorted(folder.rglob("*.pickle"))]
+def test_every_snapshot_against_brute_force(cases: Path, recordings: Path) -> None:
+    paths = [path for folder in (cases / "files", recordings) for path in sorted(folder.rglob("*.pickle"))]
     checked = 0
     for path in paths:
         if "evil" in str(path):
@@ -134,8 +134,8 @@ def test_every_snapshot_against_brute_force(case_files: Path, real_recordings: P
 
 
 @pytest.mark.parametrize("name", ["h200x2_collectives_record_stream", "h200_fsdp4_tp2"])
-def test_cutting_the_head_of_a_real_history(real_recordings: Path, name: str) -> None:
-    whole = pickle.loads((real_recordings / name / "rank0_snapshot.pickle").read_bytes())
+def test_cutting_the_head_of_a_real_history(recordings: Path, name: str) -> None:
+    whole = pickle.loads((recordings / name / "rank0_snapshot.pickle").read_bytes())
     trace = whole["device_traces"][0]
     expected = replay(parse_snapshot(whole).devices[0])
     assert expected is not None
@@ -156,8 +156,8 @@ STACKED = {
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_record_stream_stacks(real_recordings: Path, name: str) -> None:
-    device = only_device(real_recordings / name)
+def test_record_stream_stacks(recordings: Path, name: str) -> None:
+    device = only_device(recordings / name)
     stacking = device["stacking"]
     blocks, most, at_end, sites = STACKED[name]
     assert values(stacking, "blocks", "max_pending_bytes", "pending_at_end_bytes") == [blocks, most * MIB, at_end * MIB]
@@ -167,8 +167,8 @@ def test_record_stream_stacks(real_recordings: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["h200x2_collectives_held", "h200_collectives_held"])
-def test_held_references_do_not_stack(real_recordings: Path, name: str) -> None:
-    device = only_device(real_recordings / name)
+def test_held_references_do_not_stack(recordings: Path, name: str) -> None:
+    device = only_device(recordings / name)
     expected = {"blocks": 0, "max_pending_bytes": 0, "pending_at_end_bytes": 0, "byte_seconds": 0.0, "sites": []}
     assert device["stacking"] == expected
     assert device["peak_active_bytes"] == device["peak_allocated_bytes"]
@@ -185,9 +185,9 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_training_peaks_by_step_and_category(real_recordings: Path, name: str) -> None:
+def test_training_peaks_by_step_and_category(recordings: Path, name: str) -> None:
     stated, steps = TRAINING[name]
-    found = analyse(find_sources(real_recordings / name / "rank0_snapshot.pickle"))
+    found = analyse(find_sources(recordings / name / "rank0_snapshot.pickle"))
     [device] = found["files"][0]["devices"]
     assert device["history"] == "complete"
     peak = device["peak_allocated_bytes"]
@@ -202,14 +202,14 @@ def test_training_peaks_by_step_and_category(real_recordings: Path, name: str) -
     assert shares["optimizer_state"] == pytest.approx(2 * shares["parameter"], rel=1e-4)
 
 
-def test_steps_of_a_trace_stand_in_where_there_is_no_snapshot(real_recordings: Path) -> None:
-    found = analyse(find_sources(real_recordings / "h200x2_fsdp2_cuda_sync"))
+def test_steps_of_a_trace_stand_in_where_there_is_no_snapshot(recordings: Path) -> None:
+    found = analyse(find_sources(recordings / "h200x2_fsdp2_cuda_sync"))
     assert [(row["rank"], row["step"]) for row in found["steps"]] == [(0, 0), (0, 1)]
     assert all(row["peak_allocated_bytes"] > 2**31 for row in found["steps"])
 
 
-def test_traces_without_memory_events_add_nothing(real_recordings: Path) -> None:
-    found = analyse(find_sources(real_recordings / "h200_fsdp4_tp2"))
+def test_traces_without_memory_events_add_nothing(recordings: Path) -> None:
+    found = analyse(find_sources(recordings / "h200_fsdp4_tp2"))
     assert [file["rank"] for file in found["files"]] == [0, 1]
     assert {row["rank"] for row in found["steps"]} == {0, 1}
     assert found["errors"] == []

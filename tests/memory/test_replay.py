@@ -36,7 +36,7 @@ def check_against_brute(content: Any, device: Device) -> None:
     for name in ("allocated", "active", "reserved"):
         assert getattr(timeline, name).tolist() == expected["curves"][name]
         assert getattr(timeline, f"base_{name}") == expected["base"][name]
-        assert timeline.peak(name).bytes == expected["peaks"][name]  # type: ignore[arg-type]
+        assert timeline.peak(name).bytes == expected["peaks"][name]
     stacking = found.stacking
     assert stacking.blocks == expected["blocks"]
     assert sum(site.bytes for site in stacking.sites) == expected["stacked_bytes"]

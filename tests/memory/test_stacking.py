@@ -124,7 +124,7 @@ def test_blocks_from_before_the_history() -> None:
         ),
         ([frame("torch::unwind::unwind()", "??", 0), frame("at::native::mm", "??", 0)], "??:0:at::native::mm"),
         ([frame("torch::unwind::unwind()", "??", 0)], "??:0:torch::unwind::unwind()"),
-        ([{"filename": None, "line": [], "name": "a\nb"}, 7], "?:?:a b"),
+        ([{"filename": None, "line": [], "name": "a\nb\x1b[2J\udc80"}, 7], "?:?:a?b?[2J?"),
     ],
 )
 def test_allocation_site(frames: list[Any], site: str) -> None:

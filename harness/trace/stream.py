@@ -130,8 +130,9 @@ class EventStream(Generic[T]):
                 if "trailing" in str(error):
                     return None  # the list ends in here: what follows is the rest of the document
                 place = BYTE_IN_MESSAGE.search(str(error))
-                if place is None or int(place[1]) >= len(text) - 1:
-                    continue  # cut in a wrong place
+                cut_wrongly = place is None or int(place[1]) >= len(text) - 1
+                if cut_wrongly and "UTF-8" not in str(error):
+                    continue
                 return self._decode_repaired(text, position - 1), after
         return None
 
@@ -173,7 +174,7 @@ class EventStream(Generic[T]):
     def _decode(self, text: bytes) -> list[T]:
         try:
             return self._events.decode(text)
-        except (msgspec.ValidationError, UnicodeDecodeError):
+        except msgspec.ValidationError:
             return self._one_by_one(msgspec.json.decode(text, type=list[msgspec.Raw]))
 
     def _decode_repaired(self, text: bytes, position: int) -> list[T]:
@@ -188,7 +189,7 @@ class EventStream(Generic[T]):
     def _decode_document(self, text: bytes) -> Document[T]:
         try:
             return self._document.decode(text)
-        except (msgspec.ValidationError, UnicodeDecodeError):
+        except msgspec.ValidationError:
             raw = msgspec.json.decode(text, type=RawDocument)
             return Document(self._one_by_one(raw.traceEvents), raw.baseTimeNanoseconds, raw.distributedInfo)
 
@@ -207,7 +208,7 @@ class EventStream(Generic[T]):
         for text in texts:
             try:
                 events.append(self._event.decode(text))
-            except (msgspec.ValidationError, UnicodeDecodeError):
+            except msgspec.ValidationError:
                 try:
                     value = json.loads(bytes(text).decode("utf-8", "replace"))
                 except ValueError:  # an integer of thousands of digits
@@ -229,6 +230,7 @@ class EventStream(Generic[T]):
                 counts["inf or nan read as null"] += 1
                 return b"null"
             fixed = CONTROL_CHARACTER.sub(b" ", ESCAPE.sub(lambda e: e[0] if e[1] else b"\\\\", token))
+            fixed = fixed.decode("utf-8", "replace").encode()
             counts["string with illegal characters"] += fixed != token
             return fixed
 

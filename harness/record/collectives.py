@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.record.wrappers import any_wrapper
+
 Arguments = Mapping[str, Any]
 BytesOf = Callable[[Arguments], int]
 
@@ -124,7 +126,7 @@ class CommRanges(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             return func(*args, **kwargs)
-        if types:  # DTensor and its like first become the operators on plain tensors that they stand for
+        if any_wrapper(types):
             return NotImplemented
         name = func._schema.name
         if name == WAIT:

@@ -11,6 +11,7 @@ import torch
 
 from harness.errors import UsageError
 from harness.record.memory import Bytes, Reading, bytes_by_measure, larger
+from harness.record.wrappers import is_wrapper
 
 Scalar = float | int | torch.Tensor
 
@@ -54,7 +55,7 @@ class OpenStep:
         """Keeps scalars for the row; tensors are read when the step has ended, without their graph until then."""
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                if hasattr(value, "__tensor_flatten__"):  # DTensor and its like
+                if is_wrapper(type(value)):
                     raise UsageError(f"recorder.log({name}=…) got a {type(value).__name__}: pass {name}.full_tensor()")
                 if value.numel() != 1:
                     raise UsageError(f"recorder.log({name}=…) takes one number, got shape {tuple(value.shape)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from harness.record.memory import Reading, bytes_by_measure
+from harness.record.wrappers import any_wrapper, plain_tensors
 
 OTHER = "other"
 
@@ -80,8 +80,9 @@ class StorageTracker(TorchDispatchMode):
     def adopt_existing(self) -> None:
         """Takes in every storage that Python can reach, by what holds it.
 
-        Parameters and their gradients, optimizer states, the rest as `other`. Saved tensors whose Python object is
-        gone are met when an operator takes them.
+        Parameters and their gradients, optimizer states, the rest as `other`; a holder outweighs the label of the
+        phase in which a storage was first seen. Saved tensors whose Python object is gone are met when an operator
+        takes them.
         """
         objects = gc.get_objects()
         # By type and not isinstance, which would run the code of any object that fakes its class.
@@ -91,14 +92,13 @@ class StorageTracker(TorchDispatchMode):
         del objects
         states = [s for o in optimizers for s in tree_iter(list(o.state.values())) if isinstance(s, torch.Tensor)]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        for category, holders in (
-            ("parameter", parameters),
-            ("optimizer_state", states),
-            ("gradient", gradients),
-            (OTHER, tensors),
-        ):
-            for tensor in holders:
-                self._see(tensor, category)
+        for tensor in tensors:
+            self._see(tensor, OTHER)
+        # The last one wins where storages are shared.
+        held = (("gradient", gradients), ("optimizer_state", states), ("parameter", parameters))
+        for category, holders in held:
+            for holder in holders:
+                self._see(holder, category, reclassify=True)
 
     def start_step(self) -> None:
         """Peaks and composition count from here."""
@@ -122,31 +122,35 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if types and not isinstance(func, torch._ops.HigherOrderOperator):
-            return NotImplemented  # DTensor and its like first become the operators on plain tensors
+        if any_wrapper(types) and not isinstance(func, torch._ops.HigherOrderOperator):
+            return NotImplemented
         result = func(*args, **kwargs)
         for value in tree_iter((args, kwargs, result)):
             if isinstance(value, torch.Tensor):
                 self._see(value, self.category)
         return result
 
-    def _see(self, tensor: torch.Tensor, category: str) -> None:
-        for plain in _plain_tensors(tensor):
+    def _see(self, tensor: torch.Tensor, category: str, *, reclassify: bool = False) -> None:
+        for plain in plain_tensors(tensor):
             if plain.layout is torch.strided and plain.device.type == "cpu":
-                self._see_storage(plain.untyped_storage(), category)
+                self._see_storage(plain.untyped_storage(), category, reclassify=reclassify)
 
-    def _see_storage(self, storage: torch.UntypedStorage, category: str) -> None:
+    def _see_storage(self, storage: torch.UntypedStorage, category: str, *, reclassify: bool = False) -> None:
         if storage.device.type != "cpu":  # a fake tensor claims a device that its storage lacks
             return
         key, size = storage._cdata, storage.nbytes()
         known = self._live.get(key)
         if known is None:
-            reference = weakref.ref(storage, partial(self._freed, key))
-            self._live[key] = _Live(size, category, reference)
+            self._live[key] = _Live(size, category, weakref.ref(storage, partial(self._freed, key)))
             self._change(category, size)
-        elif known.size_bytes != size:
+            return
+        if known.size_bytes != size:
             change, known.size_bytes = size - known.size_bytes, size
             self._change(known.category, change)
+        if reclassify and known.category != category:
+            self._bytes[known.category] -= size
+            self._bytes[category] += size
+            known.category = category
 
     def _freed(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         known = self._live.pop(key)
@@ -159,13 +163,3 @@ class StorageTracker(TorchDispatchMode):
         if self._total > self._step_peak:
             self._step_peak = self._total
             self._composition = dict(self._bytes)
-
-
-def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold memory: those inside a wrapper such as DTensor, else the tensor itself."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        yield from _plain_tensors(getattr(tensor, name))

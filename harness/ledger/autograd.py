@@ -1,0 +1,102 @@
+"""As much of autograd as decides lifetimes: what a node keeps, the order of backward, how gradients are summed.
+
+torch: torch/csrc/autograd/engine.cpp (latest node first), input_buffer.cpp (`can_accumulate_inplace`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harness.ledger.tape import Storage, Tape
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A view keeps its base alive, which is why torch never adds in place into one."""
+
+    storage: Storage
+    is_view: bool = False
+
+
+Backward = Callable[[Gradient], Sequence[Gradient | None]]
+
+
+class Node:
+    """One operation of backward. `backward` takes the gradient of the output and returns one per entry of `inputs`;
+    what the operation saved lives in that closure and goes with it."""
+
+    __slots__ = ("backward", "inputs", "instant", "order")
+
+    def __init__(self, order: int, inputs: Sequence[Node | None], backward: Backward, instant: str | None) -> None:
+        self.order, self.inputs, self.instant = order, tuple(inputs), instant
+        self.backward: Backward | None = backward
+
+
+@dataclass(slots=True)
+class Tensor:
+    storage: Storage
+    node: Node | None = None
+
+
+class Graph:
+    """Records nodes and runs them backwards.
+
+    `sums_in_place`: false where gradients are summed out of place always, as under a TorchDispatchMode, which is
+    how storages are tracked on the CPU.
+    """
+
+    def __init__(self, tape: Tape, *, sums_in_place: bool) -> None:
+        self.tape = tape
+        self.sums_in_place = sums_in_place
+        self.recorded = 0
+        self.instant: str | None = None
+
+    def record(self, inputs: Sequence[Tensor], backward: Backward) -> Node:
+        self.recorded += 1
+        return Node(self.recorded, [x.node for x in inputs], backward, self.instant)
+
+    def backward(self, root: Node, gradient: Gradient) -> None:
+        """Runs every node below `root` once all gradients of its output have arrived."""
+        missing = self._consumers(root)
+        arrived: dict[Node, Gradient] = {root: gradient}
+        del gradient
+        ready = [(-root.order, root)]
+        instant = None
+        while ready:
+            _, node = heapq.heappop(ready)
+            if node.instant not in (instant, None):
+                instant = node.instant
+                self.tape.instant(f"backward: {instant}")
+            assert node.backward is not None
+            results = list(node.backward(arrived.pop(node)))
+            node.backward = None
+            for below in reversed(node.inputs):
+                result = results.pop()
+                if below is None:
+                    continue
+                if result is not None:
+                    arrived[below] = self._sum(arrived.pop(below), result) if below in arrived else result
+                del result
+                missing[below] -= 1
+                if missing[below] == 0 and below in arrived:
+                    heapq.heappush(ready, (-below.order, below))
+
+    def _sum(self, first: Gradient, second: Gradient) -> Gradient:
+        if self.sums_in_place and not first.is_view:
+            return first
+        return Gradient(self.tape.allocate(first.storage.category, first.storage.size))
+
+    def _consumers(self, root: Node) -> Counter[Node]:
+        found: Counter[Node] = Counter()
+        seen, stack = {root}, [root]
+        while stack:
+            for below in stack.pop().inputs:
+                if below is not None:
+                    found[below] += 1
+                    if below not in seen:
+                        seen.add(below)
+                        stack.append(below)
+        return found

@@ -1,0 +1,145 @@
+"""FSDP2's buffers: which exist when, as torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py holds them.
+
+Per unit, in bytes of its N parameters (this tensor-parallel rank's part, dim 0 of each padded to a multiple of W):
+gathered forward 2N all-gather output + 2N unsharded, and 2N of the unit before until the copy-out is done; backward
+2N unsharded + 2N prefetched + 2N gradients + 4N reduce-scatter input of the unit after (bfloat16, float32 reduction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.ledger.autograd import Gradient, Graph, Node, Tensor
+from harness.ledger.layout import Parameter
+from harness.ledger.sizes import Quantities
+from harness.ledger.tape import Storage, Tape
+
+ACCUMULATE_GRAD = 1 << 62
+"""Order of the nodes that store parameter gradients: they run as soon as they are ready."""
+
+
+class Sharding:
+    """What all units share: the tape, the shard count and the buffers that outlive one unit."""
+
+    def __init__(self, tape: Tape, quantities: Quantities, *, element: int, reduce_element: int) -> None:
+        self.tape, self.quantities = tape, quantities
+        self.element, self.reduce_element = element, reduce_element
+        self.shards = quantities.values["W"]
+        self.units: list[Unit] = []
+        self.all_gather_state: Storage | None = None
+        self.reduce_scatter_state: Storage | None = None
+
+    def new(self, category: str, coefficient: int, monomial: str) -> Storage:
+        return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
+
+
+class Unit:
+    """One `fully_shard` group. `symbol` names its padded parameters in formulas."""
+
+    def __init__(
+        self, sharding: Sharding, name: str, symbol: str, parameters: Sequence[Parameter], *, reshards: bool
+    ) -> None:
+        self.sharding, self.name, self.symbol, self.reshards = sharding, name, symbol, reshards
+        self.parameters = parameters
+        self.previous: Unit | None = sharding.units[-1] if sharding.units else None
+        sharding.units.append(self)
+        self.shard = sharding.new("parameters", 4, f"{symbol}/W")
+        self.sharded_gradient: Storage | None = None
+        self.gathered: Storage | None = None
+        self.unsharded: Storage | None = None
+        self.gradients: list[Gradient] = []
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The unsharded parameters as leaves; their gradients come to this unit."""
+        found = {}
+        for parameter in self.parameters:
+            node = Node(ACCUMULATE_GRAD, (), self._accumulate, None)
+            found[parameter.name] = Tensor(self.shard, node)
+        return found
+
+    def _accumulate(self, gradient: Gradient) -> list[Gradient | None]:
+        self.gradients.append(gradient)
+        return []
+
+    def pre_forward(self) -> None:
+        self._gather()
+        self._copy_out(forward=True)
+
+    def post_forward(self) -> None:
+        if self.reshards:
+            self._free_unsharded()
+
+    def pre_backward(self) -> None:
+        self._gather()
+        self._copy_out(forward=False)
+        if self.previous is not None:
+            self.previous._gather()
+
+    def post_backward(self) -> None:
+        """Frees the parameters, then the last unit's reduce-scatter input, then reduces this unit's gradients."""
+        self._free_unsharded()
+        shared = self.sharding
+        shared.reduce_scatter_state = None
+        gradients, self.gradients = self.gradients, []
+        to_reduce = shared.new("reduce-scatter input", shared.reduce_element, self.symbol)
+        held = gradients[-1] if shared.shards > 1 else None  # by the loop variable of foreach_reduce
+        gradients.clear()
+        reduced = shared.new("gradients", shared.reduce_element, f"{self.symbol}/W")
+        if shared.shards == 1:
+            divided = shared.new("reduce-scatter input", shared.reduce_element, self.symbol)
+            del divided
+        del held
+        if shared.reduce_element != 4:
+            reduced = shared.new("gradients", 4, f"{self.symbol}/W")
+        self.sharded_gradient = reduced
+        shared.reduce_scatter_state = to_reduce
+
+    def _gather(self) -> None:
+        shared = self.sharding
+        if shared.shards == 1 or self.gathered is not None or self.unsharded is not None:
+            return
+        cast = shared.new("all-gather input", shared.element, f"{self.symbol}/W") if shared.element != 4 else None
+        self.gathered = shared.new("all-gather output", shared.element, self.symbol)
+        del cast
+
+    def _copy_out(self, *, forward: bool) -> None:
+        shared = self.sharding
+        if self.unsharded is not None:
+            return
+        if shared.shards == 1:
+            # Cast and copied one by one: the last cast lives beside all that was copied.
+            self.unsharded = shared.new("unsharded parameters", shared.element, self.symbol)
+            if shared.element != 4:
+                shared.new("all-gather input", shared.element, self.parameters[-1].monomial)
+            return
+        self.unsharded = shared.new("unsharded parameters", shared.element, self.symbol)
+        if forward:
+            shared.all_gather_state = self.gathered
+        self.gathered = None
+
+    def _free_unsharded(self) -> None:
+        if self.unsharded is not None:
+            self.unsharded.free()
+            self.unsharded = None
+
+
+def before(graph: Graph, unit: Unit, x: Tensor) -> Tensor:
+    """A unit's pre-forward; its post-backward runs once the gradient of `x` is complete."""
+    unit.pre_forward()
+
+    def backward(gradient: Gradient) -> list[Gradient]:
+        unit.post_backward()
+        return [gradient]
+
+    return Tensor(x.storage, graph.record([x], backward))
+
+
+def after(graph: Graph, unit: Unit, out: Tensor) -> Tensor:
+    """A unit's post-forward; its pre-backward runs when the gradient of `out` arrives."""
+    unit.post_forward()
+
+    def backward(gradient: Gradient) -> list[Gradient]:
+        unit.pre_backward()
+        return [gradient]
+
+    return Tensor(out.storage, graph.record([out], backward))

@@ -1,0 +1,110 @@
+"""Which parameters a rank holds, by FSDP unit, and the quantities that formulas are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.config import Trainer
+from harness.ledger.sizes import Quantities
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`elements` on this tensor-parallel rank; FSDP2 cuts `rows` as torch.chunk does."""
+
+    name: str
+    monomial: str
+    rows: int
+    columns: int
+
+    def padded(self, shards: int) -> int:
+        return -(-self.rows // shards) * shards * self.columns
+
+    def local(self, shards: int, rank: int) -> int:
+        """Elements of rank's shard; the last ones are shorter or empty."""
+        part = -(-self.rows // shards)
+        return max(0, min(part, self.rows - part * rank)) * self.columns
+
+
+def unit_parameters(config: Trainer.Config) -> dict[str, list[Parameter]]:
+    """The parameters of an `embedding`, a `layer` and a `head` unit on one tensor-parallel rank, in module order."""
+    model, tp = config.model, config.parallelism.tp
+    d, kv, f, vocabulary = model.dim, model.kv_dim, model.ffn_dim, model.vocab_size
+
+    def norm(name: str) -> Parameter:
+        return Parameter(name, "d", d, 1)
+
+    return {
+        "embedding": [Parameter("tok_embeddings", "V·d/t", vocabulary // tp, d)],
+        "layer": [
+            norm("attention_norm"),
+            Parameter("wq", "d·d/t", d // tp, d),
+            Parameter("wk", "kv·d/t", kv // tp, d),
+            Parameter("wv", "kv·d/t", kv // tp, d),
+            Parameter("wo", "d·d/t", d, d // tp),
+            norm("ffn_norm"),
+            Parameter("w1", "f·d/t", f // tp, d),
+            Parameter("w2", "f·d/t", d, f // tp),
+            Parameter("w3", "f·d/t", f // tp, d),
+        ],
+        "head": [norm("norm"), Parameter("lm_head", "V·d/t", vocabulary // tp, d)],
+    }
+
+
+def copies_of_unit(config: Trainer.Config) -> dict[str, int]:
+    return {"embedding": 1, "layer": config.model.n_layers, "head": 1}
+
+
+MEANINGS = {
+    "T": "tokens of a rank, B·S",
+    "B": "sequences of a rank",
+    "S": "sequence length",
+    "d": "model width",
+    "f": "feed-forward width",
+    "kv": "width of the keys",
+    "hd": "head width",
+    "H": "query heads",
+    "K": "key heads",
+    "V": "vocabulary",
+    "L": "layers",
+    "t": "tensor-parallel degree",
+    "W": "FSDP shard degree",
+    "P": "parameters of this rank",
+    "N_embedding": "parameters of the embedding, this tensor-parallel rank, rows padded to W",
+    "N_layer": "same, of one layer",
+    "N_head": "same, of the last norm and the head",
+    "tensors": "parameter tensors",
+    "handle": "cuBLAS handle",
+}
+"""What the names in formulas mean."""
+
+
+def quantities(config: Trainer.Config, dp_rank: int) -> Quantities:
+    """The names that formulas use, with their values for this configuration and data-parallel rank."""
+    model, training = config.model, config.training
+    units = unit_parameters(config)
+    shards = config.dp_shard
+    copies = copies_of_unit(config)
+    local = sum(copies[u] * p.local(shards, dp_rank) for u, parameters in units.items() for p in parameters)
+    return Quantities(
+        {
+            "1": 1,
+            "handle": 1,
+            "T": training.micro_batch_size * training.seq_len,
+            "B": training.micro_batch_size,
+            "S": training.seq_len,
+            "d": model.dim,
+            "f": model.ffn_dim,
+            "kv": model.kv_dim,
+            "hd": model.head_dim,
+            "H": model.n_heads,
+            "K": model.n_kv_heads,
+            "V": model.vocab_size,
+            "L": model.n_layers,
+            "t": config.parallelism.tp,
+            "W": shards,
+            "P": local,
+            "tensors": model.n_layers * len(units["layer"]) + 3,
+            **{f"N_{unit}": sum(p.padded(shards) for p in parameters) for unit, parameters in units.items()},
+        }
+    )

@@ -1,0 +1,277 @@
+"""Operator tables: what each operator of the decoder allocates, saves for backward, and needs in between.
+
+Two targets. `cuda` knows fused kernels and their workspaces (checked against allocator snapshots of H200s, torch 2.11,
+cuDNN attention). `cpu` is what a TorchDispatchMode sees: every storage an operator returns (checked against torch on
+this machine in tests/ledger/test_operators.py). Sizes are monomials over T tokens, d width, f feed-forward width,
+kv width of the keys, H heads, V vocabulary, t tensor-parallel degree; `e` is the bytes of a compute element.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from harness.ledger.autograd import Gradient, Graph, Tensor
+from harness.ledger.sizes import Quantities
+from harness.ledger.tape import Storage, Tape
+
+Target = Literal["cuda", "cpu"]
+
+ACTIVATION_GRADIENTS = "activation gradients"
+WORKSPACE = "kernel workspaces"
+LOGITS = "logits and loss"
+CUBLAS_WORKSPACE = 4096 * 8 * 1024
+"""Bytes of each cuBLAS handle on Hopper, inside the caching allocator (ATen/cuda/CublasHandlePool.cpp); one handle per
+thread that multiplies, which are the main thread and autograd's."""
+
+
+class Operators:
+    """Forward of every operator on symbolic tensors; each records its backward."""
+
+    def __init__(self, tape: Tape, quantities: Quantities, *, target: Target, element: int) -> None:
+        self.tape, self.quantities, self.target, self.e = tape, quantities, target, element
+        self.graph = Graph(tape, sums_in_place=target == "cuda")
+        self.handles: dict[str, Storage] = {}
+
+    def new(self, category: str, coefficient: int, monomial: str) -> Storage:
+        return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
+
+    def gradient(self, coefficient: int, monomial: str, *, is_view: bool = False) -> Gradient:
+        return Gradient(self.new(ACTIVATION_GRADIENTS, coefficient, monomial), is_view)
+
+    def _cublas(self, thread: str) -> None:
+        if self.target == "cuda" and thread not in self.handles:
+            self.handles[thread] = self.new("cuBLAS workspaces", CUBLAS_WORKSPACE, "handle")
+
+    # ---------------------------------------------------------------------------------------------- linear, add
+
+    def linear(self, category: str, x: Tensor, weight: Tensor, shape: tuple[str, str, str]) -> Tensor:
+        """x·Wᵀ with `shape` = monomials of input, weight and output. Saves its input.
+
+        Backward computes the weight's gradient, then the input's, which is a view (the product is made in 2-D).
+        """
+        e, (inner, matrix, outer), saved = self.e, shape, x.storage
+        self._cublas("forward")
+        out = Tensor(self.new(category, e, outer))
+
+        def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient]:
+            self._cublas("backward")
+            to_weight = Gradient(self.new("unsharded gradients", e, matrix))
+            return [self.gradient(e, inner, is_view=True), to_weight]
+
+        out.node = self.graph.record([x, weight], backward)
+        return out
+
+    def add(self, category: str, x: Tensor, branch: Tensor, monomial: str) -> Tensor:
+        """The residual: saves nothing, hands its gradient to both sides without a copy."""
+        out = Tensor(self.new(category, self.e, monomial))
+        out.node = self.graph.record([x, branch], lambda gradient: [gradient, gradient])
+        return out
+
+    # ---------------------------------------------------------------------------------------------- normalisation
+
+    def rms_norm(self, category: str, x: Tensor, weight: Tensor, stream: str, rows: str) -> Tensor:
+        """RMSNorm of `stream` elements in `rows` rows.
+
+        CUDA: one kernel, saves its input and 4 bytes a row. CPU: composed of elementwise operators in float32
+        (ATen/native/layer_norm.cpp `rms_norm_composite`), saves the input in float32 and the normalised input.
+        """
+        if self.target == "cuda":
+            return self._rms_norm_fused(category, x, weight, stream, rows)
+        casts = self.e != 4
+        wide = self.new(category, 4, stream) if casts else x.storage
+        squares = self.new(category, 4, stream)
+        mean = self.new(category, 4, rows)
+        del squares
+        scale = self.new(category, 4, rows)
+        del mean
+        normalised = self.new(category, 4, stream)
+        product = self.new(category, 4, stream)
+        out = Tensor(self.new(category, self.e, stream) if casts else product)
+        del product
+
+        saved = [wide, scale, normalised]
+        del wide, scale, normalised
+
+        def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
+            wide, scale, normalised = saved
+            saved.clear()
+            wide_gradient = self.gradient(4, stream) if casts else gradient
+            del gradient
+            to_normalised = self.gradient(4, stream)
+            products = self.gradient(4, stream)
+            to_weight = Gradient(self.new("unsharded gradients", self.e, "d"))
+            del products, wide_gradient, normalised
+            to_input = self.gradient(4, stream)
+            products = self.gradient(4, stream)
+            to_scale = self.gradient(4, rows)
+            del products, to_normalised, scale
+            to_squares = self.gradient(4, stream)
+            power, doubled, through_squares = (self.gradient(4, stream) for _ in range(3))
+            del power, doubled, to_squares, to_scale, wide
+            total = self.gradient(4, stream)
+            del to_input, through_squares
+            return [self.gradient(self.e, stream) if casts else total, to_weight]
+
+        out.node = self.graph.record([x, weight], backward)
+        return out
+
+    def _rms_norm_fused(self, category: str, x: Tensor, weight: Tensor, stream: str, rows: str) -> Tensor:
+        saved = x.storage, self.new(category, 4, rows)
+        out = Tensor(self.new(category, self.e, stream))
+
+        def backward(gradient: Gradient, saved: tuple[Storage, Storage] = saved) -> list[Gradient]:
+            return [self.gradient(self.e, stream), Gradient(self.new("unsharded gradients", self.e, "d"))]
+
+        out.node = self.graph.record([x, weight], backward)
+        return out
+
+    # ---------------------------------------------------------------------------------------------- attention
+
+    def rotary(self, category: str, x: Tensor, heads: str) -> Tensor:
+        """Rotation in float32 as complex numbers; saves nothing of its input, only the shared table."""
+        casts = self.e != 4
+        wide = self.new(category, 4, heads) if casts else x.storage
+        rotated = self.new(category, 4, heads)
+        out = Tensor(self.new(category, self.e, heads) if casts else rotated)
+        del wide, rotated
+
+        def backward(gradient: Gradient) -> list[Gradient]:
+            wide = self.gradient(4, heads, is_view=True) if casts else gradient
+            del gradient
+            conjugate = self.new(WORKSPACE, 4, "S·hd")
+            rotated = self.gradient(4, heads, is_view=True)
+            del wide, conjugate
+            return [self.gradient(self.e, heads, is_view=True) if casts else rotated]
+
+        out.node = self.graph.record([x], backward)
+        return out
+
+    def attention(self, category: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal scaled dot-product attention; the result is [batch, seq, dim].
+
+        CUDA has no kernel for float32 with fewer key than query heads: torch falls back to plain operators.
+        """
+        if self.target == "cuda" and self.e == 4 and self._grouped:
+            return self._attention_math(category, q, k, v)
+        return self._attention_flash(category, q, k, v)
+
+    @property
+    def _grouped(self) -> bool:
+        return self.quantities.values["H"] != self.quantities.values["K"]
+
+    def _attention_flash(self, category: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Flash-type kernels (cuDNN, flash, CPU flash): save q, k, v, the output and 4 bytes a row.
+
+        Backward on CUDA needs a float32 accumulator for dq, 4 bytes a row and, with fewer key than query heads,
+        dk and dv for every query head before they are summed (cuDNN on an H200: 270,532,864 bytes =
+        8·T·d + 4·T·H + 256 at T 16384, d 2048, H 32).
+        """
+        e = self.e
+        rows = self.new(category, 4, "T·H/t")
+        out = Tensor(self.new(category, e, "T·d/t"))
+        saved = q.storage, k.storage, v.storage, rows, out.storage
+
+        def backward(gradient: Gradient, saved: tuple[Storage, ...] = saved) -> list[Gradient]:
+            gradients = [self.gradient(e, heads, is_view=True) for heads in ("T·d/t", "T·kv/t", "T·kv/t")]
+            if self.target == "cuda":
+                accumulators = [self.new(WORKSPACE, 4, "T·d/t"), self.new(WORKSPACE, 4, "T·H/t")]
+                if self._grouped:
+                    accumulators.append(self.new(WORKSPACE, 2 * e, "T·d/t"))
+                del accumulators
+            return gradients
+
+        out.node = self.graph.record([q, k, v], backward)
+        return out
+
+    def _attention_math(self, category: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Plain operators (ATen/native/transformers/attention.cpp `_scaled_dot_product_attention_math`): keys and
+        values repeated for every query head, and whole [seq, seq] matrices, of which the softmax is saved.
+
+        The softmax compares its input with -inf (1 byte an element); its backward multiplies gradient and output
+        first (SoftMax.cu `softmax_backward_cuda_out`). Both agree with an H200, torch 2.11, to 0.2 %.
+        """
+        e, heads, matrix = self.e, "T·d/t", "T·S·H/t"
+        scaled_q = self.new(category, e, heads)
+        ones = self.new(category, 1, "S·S")
+        lower = self.new(category, 1, "S·S")
+        del ones
+        bias = self.new(category, e, "S·S")
+        del lower
+        repeated_k, repeated_v = self.new(category, e, heads), self.new(category, e, heads)
+        scaled_k = self.new(category, e, heads)
+        scores = self.new(category, e, matrix)
+        masked = self.new(category, e, matrix)
+        del scores
+        probabilities = self.new(category, e, matrix)
+        is_masked = self.new(category, 1, matrix)
+        del is_masked, masked
+        by_heads = self.new(category, e, heads)
+        del bias, repeated_k
+        out = Tensor(self.new(category, e, heads))
+        del by_heads
+        saved = [scaled_q, scaled_k, repeated_v, probabilities]
+        del scaled_q, scaled_k, repeated_v, probabilities
+
+        def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
+            scaled_q, scaled_k, repeated_v, probabilities = saved
+            saved.clear()
+            to_repeated_v = self.gradient(e, heads)
+            to_probabilities = self.gradient(e, matrix)
+            del gradient, repeated_v
+            to_scores = self.gradient(e, matrix)
+            product = self.new(WORKSPACE, e, matrix)
+            del product, to_probabilities, probabilities
+            to_scaled_k, to_scaled_q = self.gradient(e, heads), self.gradient(e, heads)
+            del to_scores, scaled_q, scaled_k
+            to_repeated_k = self.gradient(e, heads)
+            del to_scaled_k
+            to_k = self.gradient(e, "T·kv/t", is_view=True)
+            del to_repeated_k
+            to_v = self.gradient(e, "T·kv/t", is_view=True)
+            del to_repeated_v
+            to_q = self.gradient(e, heads, is_view=True)
+            del to_scaled_q
+            return [to_q, to_k, to_v]
+
+        out.node = self.graph.record([q, k, v], backward)
+        return out
+
+    def copy_heads(self, category: str, x: Tensor) -> Tensor:
+        """The copy that bringing [batch, heads, seq, head_dim] back to [batch, seq, dim] costs where the kernel's
+        output is laid out by heads."""
+        out = Tensor(self.new(category, self.e, "T·d/t"))
+        out.node = self.graph.record([x], lambda gradient: [gradient])
+        return out
+
+    # ---------------------------------------------------------------------------------------------- feed-forward
+
+    def silu(self, category: str, x: Tensor) -> Tensor:
+        e, saved = self.e, x.storage
+        out = Tensor(self.new(category, e, "T·f/t"))
+
+        def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient]:
+            return [self.gradient(e, "T·f/t")]
+
+        out.node = self.graph.record([x], backward)
+        return out
+
+    def multiply(self, category: str, x: Tensor, y: Tensor) -> Tensor:
+        e, saved = self.e, (x.storage, y.storage)
+        out = Tensor(self.new(category, e, "T·f/t"))
+
+        def backward(gradient: Gradient, saved: tuple[Storage, Storage] = saved) -> list[Gradient]:
+            return [self.gradient(e, "T·f/t"), self.gradient(e, "T·f/t")]
+
+        out.node = self.graph.record([x, y], backward)
+        return out
+
+    # ---------------------------------------------------------------------------------------------- embedding
+
+    def embedding(self, category: str, weight: Tensor) -> Tensor:
+        """Look-up of T rows; keeps only the token numbers, which are the batch itself."""
+        out = Tensor(self.new(category, self.e, "T·d"))
+
+        out.node = self.graph.record(
+            [weight], lambda gradient: [Gradient(self.new("unsharded gradients", self.e, "V·d/t"))]
+        )
+        return out

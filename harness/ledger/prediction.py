@@ -1,0 +1,151 @@
+"""What the ledger says about a configuration, as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from harness.config import Trainer
+from harness.ledger.communication import Collective, by_dimension_and_kind, collectives
+from harness.ledger.layout import MEANINGS
+from harness.ledger.operators import Target
+from harness.ledger.step import Implementation, Step
+from harness.ledger.tape import Instant
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Entry:
+    """A named line: the most its category holds at any time of a step and the formula of that, what it holds at the
+    rank's peak, and, if compared, what was measured there."""
+
+    category: str
+    formula: str
+    bytes: int
+    at_peak_bytes: int
+    measured_bytes: int | None = None
+    error_pct: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class RankMemory:
+    """Memory of one rank in steady state, which is every step from the second on.
+
+    `resident_bytes` is what stays between steps (gradients included). `first_step_peak_allocated_bytes` has no
+    optimizer states before its own update. Reserved bytes are not predicted: None.
+    """
+
+    rank: int
+    alike_rank: int
+    """The first rank that these figures are equal to."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    at: str
+    first_step_peak_allocated_bytes: int
+    first_step_at: str
+    resident_bytes: int
+    entries: list[Entry]
+    timeline: list[Instant]
+    quantities: dict[str, int]
+    measured_peak_allocated_bytes: int | None = None
+    error_pct: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Prediction:
+    """`ranks` in order; `communication` per mesh dimension and kind, a step and rank."""
+
+    target: Target
+    world_size: int
+    ranks: list[RankMemory]
+    communication: list[Collective]
+    collectives: list[Collective]
+    """The same, by purpose."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `meshscope ledger --json`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "mode": "predicted",
+            "target": self.target,
+            "world_size": self.world_size,
+            "ranks": [_rank_json(rank) for rank in self.ranks],
+            "communication": [
+                {"dimension": c.dimension, "kind": c.kind, "count": c.count, "bytes": c.bytes}
+                for c in self.communication
+            ],
+            "collectives": [asdict(c) for c in self.collectives],
+            "time": {"step_ns": None, "compute_ns": None, "comm_ns": None, "exposed_ns": None},
+            "quantities": MEANINGS,
+            "errors": [],
+        }
+
+
+def _rank_json(rank: RankMemory) -> dict[str, Any]:
+    """The composition of every instant goes with the first of the ranks that are alike."""
+    fields: dict[str, Any] = {name: getattr(rank, name) for name in rank.__dataclass_fields__}
+    fields["entries"] = [asdict(entry) for entry in rank.entries]
+    fields["timeline"] = [{"at": instant.name, "bytes": instant.bytes} for instant in rank.timeline]
+    if rank.rank == rank.alike_rank:
+        for item, instant in zip(fields["timeline"], rank.timeline, strict=True):
+            item["categories"] = {category: size for category, size in instant.categories.items() if size}
+    return fields
+
+
+def predict(
+    config: Trainer.Config, target: Target = "cuda", implementation: Implementation | None = None
+) -> Prediction:
+    """Predicts memory and communication of every rank; `implementation` describes a trainer other than harness's.
+
+    Raises `UsageError` as `Trainer.Config.validate` does.
+    """
+    config.validate()
+    tp = config.parallelism.tp
+    alike: dict[int, RankMemory] = {}
+    ranks = []
+    for dp_rank in range(config.dp_shard):
+        step = Step(config, target=target, dp_rank=dp_rank, implementation=implementation or Implementation())
+        parameters = step.quantities.values["P"]
+        if parameters not in alike:  # data-parallel ranks differ by what is left for them of uneven rows only
+            alike[parameters] = _memory(step, dp_rank * tp)
+        memory = alike[parameters]
+        for rank in range(dp_rank * tp, (dp_rank + 1) * tp):
+            ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries]))
+    found = collectives(config)
+    return Prediction(
+        target=target,
+        world_size=config.world_size,
+        ranks=ranks,
+        communication=by_dimension_and_kind(found),
+        collectives=found,
+    )
+
+
+def _memory(step: Step, rank: int) -> RankMemory:
+    step.run()
+    first = step.tape.peak()
+    step.run()
+    peak = step.tape.peak()
+    entries = [
+        Entry(
+            category=line.category,
+            formula=line.formula,
+            bytes=line.bytes,
+            at_peak_bytes=peak.categories.get(line.category, 0),
+        )
+        for line in step.tape.lines()
+    ]
+    return RankMemory(
+        rank=rank,
+        alike_rank=rank,
+        peak_allocated_bytes=peak.bytes,
+        peak_reserved_bytes=None,
+        at=peak.name,
+        first_step_peak_allocated_bytes=first.bytes,
+        first_step_at=first.name,
+        resident_bytes=step.tape.total,
+        entries=sorted(entries, key=lambda entry: -entry.at_peak_bytes),
+        timeline=step.tape.instants,
+        quantities={name: step.quantities.values[name] for name in MEANINGS},
+    )

@@ -1,0 +1,169 @@
+"""One training step of `harness.trainer`, replayed symbolically on a tape.
+
+Reads like the trainer, line by line, because what Python names keep alive is part of the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.config import DTYPE_BYTES, Trainer
+from harness.ledger.autograd import Gradient, Tensor
+from harness.ledger.fully_sharded import Sharding, Unit, after, before
+from harness.ledger.layout import quantities, unit_parameters
+from harness.ledger.loss import VocabParallelLoss, cross_entropy, vocab_parallel_cross_entropy
+from harness.ledger.operators import LOGITS, Operators, Target
+from harness.ledger.tape import Storage, Tape
+from harness.ledger.tensor_parallel import Redistribution
+
+ATTENTION = "activations: attention"
+FEED_FORWARD = "activations: feed-forward"
+NORM = "activations: norms"
+RESIDUAL = "activations: residual stream"
+OPTIMIZER = "optimizer states"
+
+GRANULE: dict[Target, int] = {"cuda": 512, "cpu": 1}
+"""Bytes to which the allocator rounds (c10/cuda/CUDACachingAllocator.cpp kMinBlockSize)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """What a trainer's code decides about memory and its configuration does not say; defaults: `harness.trainer`."""
+
+    keeps_logits: bool = False
+    """A Python name holds the logits until backward is done."""
+    copies_heads: bool = False
+    """Rotary embeddings after the transposition to [batch, heads, seq, head_dim]: the attention output is laid out
+    by heads and copied before the output projection."""
+    vocab_parallel_loss: VocabParallelLoss = "in_place"
+
+
+class Step:
+    """A rank's state, and `run` for one optimizer step on it; the first has no optimizer states yet."""
+
+    def __init__(
+        self, config: Trainer.Config, *, target: Target, dp_rank: int = 0, implementation: Implementation
+    ) -> None:
+        self.config, self.implementation = config, implementation
+        self.quantities = quantities(config, dp_rank)
+        self.tape = Tape(GRANULE[target])
+        element = DTYPE_BYTES[config.training.mixed_precision_param]
+        self.ops = Operators(self.tape, self.quantities, target=target, element=element)
+        self.plan = Redistribution(self.ops, sequence_parallel=config.parallelism.sequence_parallel)
+        self.sharding = Sharding(
+            self.tape,
+            self.quantities,
+            element=element,
+            reduce_element=DTYPE_BYTES[config.training.mixed_precision_reduce],
+        )
+        self.optimizer = config.optimizer.resolved(target)
+        self.states: list[Storage] = []
+
+        policy = config.parallelism.reshard_after_forward
+        parameters = unit_parameters(config)
+        frees = policy != "never"
+        self.embedding = Unit(self.sharding, "tok_embeddings", "N_embedding", parameters["embedding"], reshards=frees)
+        self.layers = [
+            Unit(self.sharding, f"layers.{i}", "N_layer", parameters["layer"], reshards=frees)
+            for i in range(config.model.n_layers)
+        ]
+        self.head = Unit(self.sharding, "head", "N_head", parameters["head"], reshards=policy == "always")
+        self.rotary = self.ops.new("rotary table", 4, "S·hd")
+
+    def run(self) -> None:
+        """Batch, zero_grad, forward, loss, backward, clipping, optimizer: the trainer's order."""
+        tape, graph = self.tape, self.ops.graph
+        tape.start_step()
+        tape.instant("batch")
+        batch = [self.ops.new("batch", 8, "T"), self.ops.new("batch", 8, "T")]
+        for unit in self.sharding.units:
+            unit.sharded_gradient = None
+
+        logits = self._forward()
+        self._instant("loss")
+        kept = logits.storage if self.implementation.keeps_logits else None
+        loss = self._loss(logits)
+        del logits
+        assert loss.node is not None
+        root, loss.node = loss.node, None
+        graph.backward(root, Gradient(self.ops.new(LOGITS, 4, "1")))
+        tape.instant("backward: embedding reduction")
+        self.embedding.post_backward()
+        self.sharding.reduce_scatter_state = None
+        del kept
+
+        tape.instant("optimizer")
+        self._update()
+        del batch  # the trainer's names live until the step returns
+
+    def _instant(self, name: str) -> None:
+        """What is allocated from here on, and the backward of what is recorded, belongs to `name`."""
+        self.ops.graph.instant = name
+        self.tape.instant(f"forward: {name}")
+
+    def _forward(self) -> Tensor:
+        ops, graph, plan = self.ops, self.ops.graph, self.plan
+        self._instant("embedding")
+        self.embedding.pre_forward()  # its input has no gradient: its post-backward comes last, in `run`
+        weight = self.embedding.tensors()["tok_embeddings"]
+        h = plan.leave(RESIDUAL, ops.embedding(RESIDUAL, weight))
+        h = after(graph, self.embedding, h)
+        for unit in self.layers:
+            h = self._layer(unit, h)
+
+        self._instant("head")
+        weights = self.head.tensors()
+        h = before(graph, self.head, h)
+        h = ops.rms_norm(NORM, h, weights["norm"], plan.stream, plan.rows)
+        gathered = plan.enter(h)
+        logits = ops.linear(LOGITS, gathered, weights["lm_head"], ("T·d", "V·d/t", "T·V/t"))
+        logits = after(graph, self.head, logits)
+        self.sharding.all_gather_state = None  # freed when the root's forward ends
+        return logits
+
+    def _layer(self, unit: Unit, x: Tensor) -> Tensor:
+        ops, graph, plan = self.ops, self.ops.graph, self.plan
+        weights = unit.tensors()
+        self._instant(f"{unit.name} attention")
+        x = before(graph, unit, x)
+        branch = self._attention(ops.rms_norm(NORM, x, weights["attention_norm"], plan.stream, plan.rows), weights)
+        x = ops.add(RESIDUAL, x, branch, plan.stream)
+        del branch
+        self._instant(f"{unit.name} feed-forward")
+        branch = self._feed_forward(ops.rms_norm(NORM, x, weights["ffn_norm"], plan.stream, plan.rows), weights)
+        return after(graph, unit, ops.add(RESIDUAL, x, branch, plan.stream))
+
+    def _attention(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """`x` stays alive beside what is gathered from it: torch's `_wrapped_call_impl` holds a module's arguments."""
+        ops, plan = self.ops, self.plan
+        gathered = plan.enter(x)
+        q = ops.linear(ATTENTION, gathered, weights["wq"], ("T·d", "d·d/t", "T·d/t"))
+        k = ops.linear(ATTENTION, gathered, weights["wk"], ("T·d", "kv·d/t", "T·kv/t"))
+        v = ops.linear(ATTENTION, gathered, weights["wv"], ("T·d", "kv·d/t", "T·kv/t"))
+        q, k = ops.rotary(ATTENTION, q, "T·d/t"), ops.rotary(ATTENTION, k, "T·kv/t")
+        out = ops.attention(ATTENTION, q, k, v)
+        if self.implementation.copies_heads:
+            out = ops.copy_heads(ATTENTION, out)
+        return plan.leave(RESIDUAL, ops.linear(RESIDUAL, out, weights["wo"], ("T·d/t", "d·d/t", "T·d")))
+
+    def _feed_forward(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        ops, plan = self.ops, self.plan
+        gathered = plan.enter(x)
+        gate = ops.silu(FEED_FORWARD, ops.linear(FEED_FORWARD, gathered, weights["w1"], ("T·d", "f·d/t", "T·f/t")))
+        hidden = ops.multiply(
+            FEED_FORWARD, gate, ops.linear(FEED_FORWARD, gathered, weights["w3"], ("T·d", "f·d/t", "T·f/t"))
+        )
+        return plan.leave(RESIDUAL, ops.linear(RESIDUAL, hidden, weights["w2"], ("T·f/t", "f·d/t", "T·d")))
+
+    def _loss(self, logits: Tensor) -> Tensor:
+        if self.config.parallelism.tp == 1:
+            return cross_entropy(self.ops, logits)
+        return vocab_parallel_cross_entropy(self.ops, logits, self.implementation.vocab_parallel_loss)
+
+    def _update(self) -> None:
+        """AdamW: two float32 states of every local element and one step counter a tensor. `foreach` needs one more
+        copy, the root of the second moment (torch/optim/adam.py `_multi_tensor_adam`)."""
+        if not self.states:
+            self.states = [self.ops.new(OPTIMIZER, 8, "P"), self.ops.new(OPTIMIZER, 4, "tensors")]
+        if self.optimizer == "foreach":
+            self.ops.new("optimizer temporaries", 4, "P")

@@ -1,0 +1,106 @@
+"""What is allocated when: named lines in closed form, their sum over the instants of a step, and the peak.
+
+A `Storage` gives its bytes back when the last reference to it goes (CPython counts references, as torch counts those
+of its storages), so code that holds its tensors as the trainer holds them has the trainer's lifetimes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from harness.ledger.sizes import Size, as_formula
+
+
+@dataclass(slots=True)
+class Instant:
+    """A named stretch of the step: the most bytes alive in it, and how they divide."""
+
+    name: str
+    bytes: int
+    categories: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Line:
+    """The largest sum that one category reached on its own, and its formula."""
+
+    category: str
+    bytes: int
+    formula: str
+
+
+class Storage:
+    """Bytes on a tape until `free` is called or nobody refers to them."""
+
+    __slots__ = ("category", "rounded", "size", "tape")
+
+    def __init__(self, tape: Tape, category: str, size: Size, rounded: int) -> None:
+        self.tape, self.category, self.size, self.rounded = tape, category, size, rounded
+
+    def free(self) -> None:
+        """Gives the bytes back now, whoever still refers to them (torch's `untyped_storage().resize_(0)`)."""
+        if self.rounded:
+            self.tape.forget(self)
+            self.rounded = 0
+
+    def __del__(self) -> None:
+        self.free()
+
+
+ROUNDING = "allocator rounding"
+
+
+class Tape:
+    """`granule`: the allocator rounds every block up to a multiple of it (CUDA 512 bytes, CPU 1)."""
+
+    def __init__(self, granule: int) -> None:
+        self.granule = granule
+        self.total = 0
+        self.bytes_of: Counter[str] = Counter()
+        self.terms_of: dict[str, Counter[str]] = {}
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forgets instants and peaks, not what is alive."""
+        self.instants: list[Instant] = []
+        self.largest = {category: (size, dict(self.terms_of[category])) for category, size in self.bytes_of.items()}
+
+    def instant(self, name: str) -> None:
+        """What follows belongs to `name`."""
+        self.instants.append(Instant(name, self.total, dict(self.bytes_of)))
+
+    def allocate(self, category: str, size: Size) -> Storage:
+        rounded = -(-size.bytes // self.granule) * self.granule
+        self._add(category, size.coefficient, size.monomial, size.bytes)
+        if rounded != size.bytes:
+            self._add(
+                ROUNDING, rounded - size.bytes, f"B: blocks are multiples of {self.granule} B", rounded - size.bytes
+            )
+        if self.instants and self.total > self.instants[-1].bytes:
+            now = self.instants[-1]
+            now.bytes, now.categories = self.total, dict(self.bytes_of)
+        return Storage(self, category, size, rounded)
+
+    def forget(self, storage: Storage) -> None:
+        size = storage.size
+        self._add(storage.category, -size.coefficient, size.monomial, -size.bytes)
+        if storage.rounded != size.bytes:
+            less = size.bytes - storage.rounded
+            self._add(ROUNDING, less, f"B: blocks are multiples of {self.granule} B", less)
+
+    def _add(self, category: str, coefficient: int, monomial: str, size: int) -> None:
+        self.total += size
+        self.bytes_of[category] += size
+        terms = self.terms_of.setdefault(category, Counter())
+        terms[monomial] += coefficient
+        if self.bytes_of[category] > self.largest.get(category, (0, {}))[0]:
+            self.largest[category] = self.bytes_of[category], dict(terms)
+
+    def peak(self) -> Instant:
+        return max(self.instants, key=lambda instant: instant.bytes)
+
+    def lines(self) -> list[Line]:
+        """Every category that held bytes in this step, largest first."""
+        found = [Line(name, size, as_formula(terms)) for name, (size, terms) in self.largest.items() if size]
+        return sorted(found, key=lambda line: -line.bytes)

@@ -1,0 +1,67 @@
+"""Redistributions of the tensor-parallel plan, as DTensor carries them out.
+
+Sequence shards are dimension 1: a gathered tensor is put together by a copy unless the batch is 1
+(`_maybe_view_chunk_cat`), and what is scattered is always rearranged first (`reduce_scatter_tensor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.ledger.autograd import Gradient, Tensor
+from harness.ledger.operators import ACTIVATION_GRADIENTS, Operators
+from harness.ledger.tape import Storage
+
+GATHERED = "activations: gathered over tp"
+
+
+class Redistribution:
+    """`sequence_parallel`: what lies between the regions is sharded over the sequence, else replicated."""
+
+    def __init__(self, ops: Operators, *, sequence_parallel: bool) -> None:
+        self.ops, self.sequence_parallel = ops, sequence_parallel
+        self.active = ops.quantities.values["t"] > 1
+        self.copies_gathered = ops.quantities.values["B"] > 1
+
+    @property
+    def stream(self) -> str:
+        """Elements of the residual stream on one rank."""
+        return "T·d/t" if self.active and self.sequence_parallel else "T·d"
+
+    @property
+    def rows(self) -> str:
+        return "T/t" if self.active and self.sequence_parallel else "T"
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Into a region of column-parallel products: gathered forward, gradient reduced backward."""
+        if not self.active:
+            return x
+        if not self.sequence_parallel:
+            return self._through(x, x.storage, lambda: self._all_reduce(ACTIVATION_GRADIENTS))
+        gathered = self._all_gather(GATHERED)
+        return self._through(x, gathered, lambda: self._reduce_scatter(ACTIVATION_GRADIENTS))
+
+    def leave(self, category: str, partial: Tensor) -> Tensor:
+        """Out of a row-parallel product (or the embedding): reduced forward, gradient gathered backward."""
+        if not self.active:
+            return partial
+        if not self.sequence_parallel:
+            reduced = self._all_reduce(category)
+            return Tensor(reduced, self.ops.graph.record([partial], lambda gradient: [gradient]))
+        return self._through(partial, self._reduce_scatter(category), lambda: self._all_gather(ACTIVATION_GRADIENTS))
+
+    def _through(self, x: Tensor, out: Storage, backward: Callable[[], Storage]) -> Tensor:
+        return Tensor(out, self.ops.graph.record([x], lambda gradient: [Gradient(backward(), is_view=True)]))
+
+    def _all_gather(self, category: str) -> Storage:
+        received = self.ops.new(category, self.ops.e, "T·d")
+        return self.ops.new(category, self.ops.e, "T·d") if self.copies_gathered else received
+
+    def _reduce_scatter(self, category: str) -> Storage:
+        rearranged = self.ops.new(category, self.ops.e, "T·d")
+        reduced = self.ops.new(category, self.ops.e, "T·d/t")
+        del rearranged
+        return reduced
+
+    def _all_reduce(self, category: str) -> Storage:
+        return self.ops.new(category, self.ops.e, "T·d")

@@ -20,14 +20,13 @@ Mask = NDArray[np.bool_]
 class Collective(NamedTuple):
     """What the events of one kind of collective share. Sizes are bytes per call on this rank.
 
-    `kind` None marks time that belongs to a collective without being one (a wait, a gloo worker's annotation);
-    `dimension` None time of which not even that is known.
+    `kind` None marks time that belongs to a collective without being one (a wait, a gloo worker's annotation).
     """
 
     kind: str | None
     raw_kind: str
     group: str | None
-    dimension: str | None
+    dimension: str
     ranks: tuple[int, ...] | None = None
     in_bytes: int | None = None
     out_bytes: int | None = None
@@ -71,8 +70,7 @@ class Activity:
 
     def dimensions(self) -> list[str]:
         """The parallel dimensions that communicate, in order of their names."""
-        used = {self.collectives[index].dimension for index in np.unique(self.collective) if index >= 0}
-        return sorted(dimension for dimension in used if dimension is not None)
+        return sorted({self.collectives[index].dimension for index in np.unique(self.collective) if index >= 0})
 
     def dimension(self, name: str) -> Mask:
         return self.where([collective.dimension == name for collective in self.collectives])
@@ -85,7 +83,7 @@ def device_activities(trace: Trace, groups: Groups) -> list[Activity]:
     communicates = np.array([c is not None for c in collectives] + [False], np.bool_)[events.label]
     role = np.where(events.label < 0, MEMORY, np.where(communicates, COMMUNICATION, COMPUTE)).astype(np.int8)
     launch, thread = launched_by(trace.launches, events.correlation)
-    nothing = Collective(None, "", None, None)
+    nothing = Collective(None, "", None, classify.NO_GROUP)
     return [
         Activity(
             source="device",

@@ -147,7 +147,10 @@ def notes(capture: Capture, device: DeviceCapture, whole: Window) -> list[str]:
         found.append("no device events: times are host intervals (operators, gloo, comm: ranges), not device time")
         found.append("host steps: launch = intervals that start in the step's host window, clip = cut to it")
         if any(collective.raw_kind.startswith("gloo:") for collective in activity.collectives):
-            found.append("gloo's annotations misname collectives; they belong to no dimension")
+            found.append(
+                "gloo misnames collectives: with comm: ranges its annotations count as time only, under no group data, "
+                "and kinds, units and other dimensions hold the time of the calls"
+            )
     if not whole.communication.start.size:
         found.append("no communication: overlap is n/a")
     if len(activity.dimensions()) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,7 +29,7 @@ class CollectiveRecord(NamedTuple):
 
     rank: int | None
     step: int | None
-    dimension: str | None
+    dimension: str
     group: str | None
     ranks: tuple[int, ...] | None
     kind: str
@@ -53,7 +54,7 @@ class DeviceCapture:
 @dataclass(kw_only=True, slots=True)
 class Capture:
     """What one trace file holds. `rank` is the trace's own word, else its name's; `order` counts the captures of one
-    rank in time."""
+    rank and iteration in time."""
 
     file: SourceFile
     rank: int | None
@@ -175,10 +176,12 @@ def order_in_time(captures: list[Capture]) -> list[InputError]:
             reason = f"is of {worker}, and so is {second}{others}: both are shown, which one counts is not known"
             errors.append(InputError(first, reason))
             continue
-        for order, capture in enumerate(mine):
-            capture.order = order
+        earlier: Counter[int | None] = Counter()
+        for number, capture in enumerate(mine, start=1):
+            capture.order = earlier[capture.file.iteration]
+            earlier[capture.file.iteration] += 1
             if len(mine) > 1:
-                capture.notes.append(f"capture {order + 1} of {len(mine)} of this worker, in order of time")
+                capture.notes.append(f"capture {number} of {len(mine)} of this worker, in order of time")
     return errors
 
 
@@ -194,7 +197,7 @@ def collective_counts(records: Sequence[CollectiveRecord]) -> list[dict[str, Any
     (unsharded) side: an all-gather's output, a reduce-scatter's input, the tensor of an all-reduce and of every other
     kind, on this rank; None if the trace lacks one of the sizes.
     """
-    totals: dict[tuple[int | None, int | None, str | None, str], list[int | None]] = {}
+    totals: dict[tuple[int | None, int | None, str, str], list[int | None]] = {}
     for record in records:
         key = (record.rank, record.step, record.dimension, record.kind)
         totals.setdefault(key, []).append(full_bytes(record.kind, record.in_bytes, record.out_bytes))

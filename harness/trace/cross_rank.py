@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from harness.trace.capture import Capture, CollectiveRecord
+from harness.trace.classify import NO_GROUP
 
 # Clocks count as aligned if the ends of a collective agree within this, or within 5 % of its duration if that is more.
 ALIGNED_NS = 50_000
@@ -18,7 +19,7 @@ class Matched(NamedTuple):
     """One collective on the ranks that recorded it."""
 
     group: str | None
-    dimension: str | None
+    dimension: str
     records: tuple[CollectiveRecord, ...]
 
     @property
@@ -41,6 +42,8 @@ def cross_rank(captures: Sequence[Capture]) -> dict[str, Any]:
     None without a match; if they do not, waits and last ranks are None.
     """
     matched, notes = match(captures)
+    if matched and any(device.activity.source == "host" for capture in captures for device in capture.devices):
+        notes.append("host ranges: durations are those of the calls, not of the transfers")
     aligned = None
     if matched:
         spread = median(collective.end_spread_ns for collective in matched)
@@ -74,7 +77,7 @@ def match(captures: Sequence[Capture]) -> tuple[list[Matched], list[str]]:
     for capture in captures:
         if capture.rank is None:
             continue
-        # Captures of different times are different collectives: the iteration tells, else their order.
+        # Captures of different times hold different collectives.
         time = (capture.file.iteration, capture.order)
         seen: set[tuple[Any, ...]] = set()
         for record in capture.records():
@@ -87,7 +90,9 @@ def match(captures: Sequence[Capture]) -> tuple[list[Matched], list[str]]:
             ranks.setdefault(capture.rank, []).append(record)
     matched = []
     for (_, group, members), ranks in by_group.items():
-        name = group or "no group data"
+        name = group or NO_GROUP
+        if group is None and len(ranks) > 1:
+            notes.append("collectives without group data are matched by their order, as if of one group")
         if members is not None and 1 < len(ranks) < len(members):
             notes.append(f"group {name}: {len(ranks)} of its {len(members)} ranks have a trace here")
         if len(ranks) > 1:

@@ -66,7 +66,7 @@ def range_of(name: str, groups: Groups, recorded: bool) -> tuple[Collective, int
     """The collective and sequence number a host annotation stands for; None for any other annotation."""
     if name.startswith("gloo:"):
         kind = None if recorded else classify.collective_kind(name.removeprefix("gloo:"))
-        return Collective(kind, name, None, None if recorded else NO_GROUP), int(MISSING)
+        return Collective(kind, name, None, NO_GROUP), int(MISSING)
     if not name.startswith("comm:"):
         return None
     _, raw, *fields = name.split(":")

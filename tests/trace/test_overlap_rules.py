@@ -263,7 +263,8 @@ def test_host_intervals_without_device_events(tmp_path: Path) -> None:
         ("all_gather", 1, 5_000),
         ("reduce_scatter", 1, 4_000),
     ]
-    assert [(d["dimension"], d["comm_ns"]) for d in entry["dimensions"]] == [("mesh_dp", 19_000)]
+    dimensions = [(d["dimension"], d["comm_ns"]) for d in entry["dimensions"]]
+    assert dimensions == [("mesh_dp", 19_000), ("no group data", 18_000)]
     assert {(s["step"], s["rule"]) for s in entry["steps"]} == {(3, "launch"), (3, "clip")}
     captures, _ = read_captures(find_sources(path))
     assert collective_counts(captures[0].records()) == [
@@ -336,6 +337,14 @@ def test_iterations_of_one_rank_are_captures_in_time(tmp_path: Path) -> None:
     found = [(e["rank"], e["iteration"], e["steps"][0]["step"]) for e in result["ranks"]]
     assert found == [(0, 10, 10), (0, 20, 20), (1, 10, 10), (1, 20, 20)]
     assert len(result["cross_rank"]["collectives"]) == 2
+
+
+def test_a_rank_without_one_of_the_iterations(tmp_path: Path) -> None:
+    for iteration, rank in ((10, 0), (20, 0), (20, 1)):
+        path = tmp_path / f"iteration_{iteration}/rank{rank}_trace.json"
+        write(path, [nccl("AllReduce", 1000 * iteration, rank + 1)], rank=rank)
+    across = analyse(find_sources(tmp_path))["cross_rank"]
+    assert [(c["transfer_ns"], c["wait_ns"]) for c in across["collectives"]] == [(1_000, {"0": 0, "1": 1_000})]
 
 
 def test_rank_of_the_trace_goes_before_its_name(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def collectives(activity: Activity, whole: Window) -> list[dict[str, Any]]:
                 "dimension": dimension,
                 "count": int(mask.sum()),
                 **whole.figures(activity.union(mask)),
-                "sum_ns": int((activity.end[mask] - activity.start[mask]).sum()),
+                "sum_ns": sum((activity.end[mask] - activity.start[mask]).tolist()),
                 "raw_kinds": sorted({activity.collectives[index].raw_kind for index in indices}),
             }
         )

@@ -23,7 +23,8 @@ MISSING = np.iinfo(np.int64).min
 # Below 2^43 µs (102 days) float64 tells nanoseconds apart. Traces count from a base less than 92 days ago; those of
 # early 2024 hold absolute µs with a fraction, for which only the text is exact.
 EXACT_FLOAT_US = 2.0**43
-MAX_US = 2.0**53
+# Far beyond any clock's time in µs; sums and differences of three such times still fit int64 nanoseconds.
+MAX_US = 2.0**51
 
 Time = int | float | str | None
 Word = int | float | str | None
@@ -135,7 +136,7 @@ class NeedsDecimalsError(Exception):
 
 def to_ns(values: list[Any]) -> Ns:
     """Microseconds of a trace (numbers, numbers as text, decimals, None) as exact ns; MISSING for what is no finite
-    time below 2^53 µs. Raises NeedsDecimalsError for floats too large to be exact."""
+    time below 2^51 µs. Raises NeedsDecimalsError for floats too large to be exact."""
     kinds = set(map(type, values))
     if not kinds <= {int, float, type(None)}:
         return np.array([_exact_ns(value) for value in values], np.int64)

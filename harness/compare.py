@@ -1,0 +1,155 @@
+"""Measured beside predicted: joins a recording with the ledger's prediction for its own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.config import Trainer, from_dict, to_dict
+from harness.errors import InputError, UsageError
+from harness.ledger import Prediction
+from harness.ledger.operators import Target
+from harness.recording import Recording
+from harness.trace import Capture, collective_counts
+
+TARGET_OF_SOURCE: dict[str, Target] = {"cuda_allocator": "cuda", "tensor_storages": "cpu"}
+"""Where a recording's peaks come from -> the operator table that describes it."""
+
+DECIDES_MEMORY = {
+    "model": ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"),
+    "parallelism": ("dp_replicate", "cp", "tp", "pp", "sequence_parallel", "reshard_after_forward"),
+    "training": ("micro_batch_size", "seq_len", "mixed_precision_param", "mixed_precision_reduce"),
+    "optimizer": ("implementation",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication:
+    """Collectives of one kind in one mesh dimension, a step: predicted and recorded, None where one is unknown.
+
+    `agree`: every rank and recorded step has exactly the predicted count and bytes; None without both.
+    """
+
+    dimension: str
+    kind: str
+    predicted_count: int | None
+    predicted_bytes: int | None
+    measured_count: int | None
+    measured_bytes: int | None
+    agree: bool | None
+
+
+def recorded_config(recording: Recording) -> Trainer.Config | None:
+    """The configuration of a run of this trainer; None for a recording of any other training loop."""
+    tree = recording.manifest.get("config")
+    if not isinstance(tree, dict) or "model" not in tree:
+        return None
+    try:
+        return from_dict(tree)
+    except UsageError:
+        return None
+
+
+def recorded_target(recording: Recording) -> Target | None:
+    """The operator table that describes what was measured; None where no step states allocated bytes."""
+    for rows in recording.steps.values():
+        for row in rows:
+            if states_peak(row):
+                return TARGET_OF_SOURCE[row["memory_source"]]
+    return None
+
+
+def states_peak(row: dict[str, Any]) -> bool:
+    """Whether a step row has a peak that a prediction can be held against."""
+    return type(row.get("peak_allocated_bytes")) is int and row.get("memory_source") in TARGET_OF_SOURCE
+
+
+def steady_peaks(recording: Recording) -> dict[int, int]:
+    """Rank -> highest allocated peak in bytes of its steps from the second on (the first has no optimizer states)."""
+    peaks: dict[int, int] = {}
+    for rank, rows in recording.steps.items():
+        found = [row["peak_allocated_bytes"] for row in rows if row.get("step", 0) >= 1 and states_peak(row)]
+        if found:
+            peaks[rank] = max(found)
+    return peaks
+
+
+def put_beside(prediction: Prediction, recording: Recording) -> list[InputError]:
+    """Fills measured peaks and errors, 100·(predicted − measured)/measured, into `prediction`; returns what lacks."""
+    measured = steady_peaks(recording)
+    expected = recording.manifest.get("recorded_ranks") or range(prediction.world_size)
+    missing = []
+    for rank in prediction.ranks:
+        rank.measured_peak_allocated_bytes = peak = measured.get(rank.rank)
+        if peak:
+            rank.error_pct = 100 * (rank.peak_allocated_bytes - peak) / peak
+        elif rank.rank in expected:
+            missing.append(
+                InputError(recording.directory, f"rank {rank.rank}: no allocated peak of a step after the first")
+            )
+    return missing
+
+
+def require_same(recorded: Any, config: Trainer.Config) -> None:
+    """Raises `UsageError` if the recorded configuration differs from `config` in what decides memory.
+
+    A recording of another trainer has no configuration of ours, or only parts: what is not there is not compared.
+    """
+    if not isinstance(recorded, dict):
+        return
+    ours = to_dict(config)
+    pairs = [("world_size", recorded.get("world_size"), ours["world_size"])]
+    for section, names in DECIDES_MEMORY.items():
+        theirs = recorded.get(section)
+        if isinstance(theirs, dict):
+            pairs += [(f"{section}.{name}", theirs.get(name), ours[section][name]) for name in names]
+    different = [f"{name} {theirs!r}, here {here!r}" for name, theirs, here in pairs if theirs not in (None, here)]
+    if different:
+        raise UsageError(f"--against is a recording of another configuration: it has {'; '.join(different)}")
+
+
+def communication(prediction: Prediction | None, captures: Sequence[Capture]) -> list[Communication]:
+    """Per mesh dimension and kind, what a step should send and what the traced steps sent.
+
+    Measured figures are those that most ranks and steps have; steps that a trace holds in part only make
+    `agree` False, as any other difference does. Collectives outside every step are left out.
+    """
+    predicted: dict[tuple[str, str], tuple[int, int]] = {
+        (c.dimension, c.kind): (c.count, c.bytes) for c in (prediction.communication if prediction else ())
+    }
+    seen: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
+    steps: set[tuple[int | None, int]] = set()
+    for capture in captures:
+        for item in collective_counts(capture.records()):
+            if item["step"] is not None:
+                steps.add((item["rank"], item["step"]))
+                key = (axis_of(item["dimension"]), item["kind"])
+                seen.setdefault(key, []).append((item["count"], item["bytes"]))
+
+    rows = []
+    for key in sorted(predicted.keys() | seen.keys()):
+        found = seen.get(key, [])
+        usual = max(set(found), key=found.count) if found else ((0, 0) if steps else (None, None))
+        nothing: tuple[int, int] | tuple[None, None] = (0, 0) if prediction else (None, None)
+        want = predicted.get(key) or nothing
+        agree = None
+        if prediction and steps:
+            agree = (len(found) == len(steps) if want != (0, 0) else not found) and all(f == want for f in found)
+        rows.append(
+            Communication(
+                dimension=key[0],
+                kind=key[1],
+                predicted_count=want[0],
+                predicted_bytes=want[1],
+                measured_count=usual[0],
+                measured_bytes=usual[1],
+                agree=agree,
+            )
+        )
+    return rows
+
+
+def axis_of(dimension: str) -> str:
+    """The mesh axis of a process group's description: torch calls the group of axis `tp` `mesh_tp`."""
+    return dimension.removeprefix("mesh_")

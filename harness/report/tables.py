@@ -1,0 +1,43 @@
+"""Plain-text tables and sizes, the same on a terminal, in a log and in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+GIB = 2**30
+MIB = 2**20
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, indent: str = "  ") -> list[str]:
+    """Lines of a table: the first `left` columns start at the left, the others end at the right."""
+    lines = [list(headers), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    return [
+        (
+            indent
+            + "  ".join(
+                cell.ljust(width) if column < left else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def size(value: int | None) -> str:
+    """Bytes as GiB with four decimals, as MiB below a tenth of a GiB, n/a where unknown."""
+    if value is None:
+        return "n/a"
+    return f"{value / GIB:.4f} GiB" if abs(value) >= GIB // 10 else f"{value / MIB:.3f} MiB"
+
+
+def milliseconds(value: int | None) -> str:
+    return "n/a" if value is None else f"{value / 1e6:.3f}"
+
+
+def percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.2f} %"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,209 @@
+"""The report in a terminal: what ran, steps, ranks, communication by mesh dimension, prediction beside measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from harness.report.build import PEAKS, Report
+from harness.report.tables import milliseconds, number, percent, size, table
+
+STEPS_SHOWN = 12
+RANKS_SHOWN = 8
+LINES_SHOWN = 8
+
+MEMORY_SOURCES = {
+    "cuda_allocator": "allocated, by the CUDA caching allocator",
+    "tensor_storages": "allocated, by tracking live tensor storages",
+    "rss": "resident set of the process",
+}
+
+
+def render(report: Report) -> str:
+    """The whole text; sections without input are left out, what is missing is said."""
+    sections = [_head(report), _steps(report), _ranks(report), _overlap(report), _communication(report)]
+    sections += [_ledger(report), _snapshots(report)]
+    return "\n\n".join("\n".join(lines) for section in sections if (lines := list(section)))
+
+
+def _head(report: Report) -> Iterator[str]:
+    yield f"{report.path}   mode {report.mode}"
+    recording = report.recording
+    if recording is None:
+        return
+    manifest, config = recording.manifest, report.config
+    if config is not None:
+        layout = f"dp_shard {config.dp_shard} × tp {config.parallelism.tp}"
+        if config.parallelism.tp > 1 and config.parallelism.sequence_parallel:
+            layout += " with sequence parallel"
+        model = config.model
+        yield f"  {config.name}: {config.world_size} ranks, {layout}; {config.training.mixed_precision_param}"
+        yield (
+            f"  {model.params:,} parameters ({model.n_layers} layers, width {model.dim}, vocabulary "
+            f"{model.vocab_size:,}); {config.training.micro_batch_size} × {config.training.seq_len} tokens per rank"
+        )
+    versions = manifest.get("versions") or {}
+    known = [f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl", "driver") if versions.get(name)]
+    devices = {str((rank.get("device") or {}).get("name")) for rank in recording.ranks.values()}
+    if known or devices:
+        yield "  " + ", ".join(known + sorted(devices))
+    if recording.status is not None:
+        reason = f": {recording.status.reason}" if recording.status.reason else ""
+        yield f"  {recording.status.state}{reason}"
+    if recording.missing_ranks:
+        yield f"  without a step: rank {', '.join(map(str, recording.missing_ranks))}"
+
+
+def _steps(report: Report) -> Iterator[str]:
+    """Time of the slowest rank, and the peak of every rank."""
+    if not report.steps:
+        return
+    shown = report.steps[-STEPS_SHOWN:]
+    ranks = [item["rank"] for item in report.ranks][:RANKS_SHOWN]
+    skipped = f", the last {len(shown)} of {len(report.steps)}" if len(shown) < len(report.steps) else ""
+    yield f"Steps{skipped}: time of the slowest rank, peak memory of each rank"
+    rows = []
+    for item in shown:
+        peaks = [_peak(item["ranks"].get(rank), item["memory_source"]) for rank in ranks]
+        rows.append(
+            [
+                str(item["step"]),
+                milliseconds(item["wall_ns"]),
+                number(item["loss"]),
+                number(item["grad_norm"], 3),
+                number(item["tokens_per_s"], 0),
+                *([number(item["mfu_pct"], 1)] if _has_mfu(report) else []),
+                *peaks,
+                str(item["memory_source"] or "n/a"),
+                " ".join(item["tags"]),
+            ]
+        )
+    mfu = ["MFU %"] if _has_mfu(report) else []
+    headers = ["step", "ms", "loss", "norm", "tok/s/dev", *mfu, *(f"rank {r}" for r in ranks), "memory is", "tags"]
+    yield from table(headers, rows)
+    if len(report.ranks) > RANKS_SHOWN:
+        yield f"  {len(report.ranks) - RANKS_SHOWN} more ranks: --json"
+    sources = {item["memory_source"] for item in shown} & MEMORY_SOURCES.keys()
+    yield "  " + "; ".join(f"{source}: {MEMORY_SOURCES[source]}" for source in sorted(sources))
+
+
+def _peak(row: dict[str, Any] | None, source: str | None) -> str:
+    return size(row["peak_rss_bytes" if source == "rss" else "peak_allocated_bytes"]) if row else "n/a"
+
+
+def _has_mfu(report: Report) -> bool:
+    return any(item["mfu_pct"] is not None for item in report.steps)
+
+
+def _ranks(report: Report) -> Iterator[str]:
+    if not report.ranks:
+        return
+    names = {"peak_allocated_bytes": "allocated", "peak_active_bytes": "active", "peak_reserved_bytes": "reserved"}
+    names |= {"peak_requested_bytes": "requested", "peak_rss_bytes": "resident (host)"}
+    known = [peak for peak in PEAKS if any(item[peak] is not None for item in report.ranks)]
+    phases = list(dict.fromkeys(name for item in report.ranks for name in item["peak_allocated_bytes_by_phase"]))
+    yield "Ranks: median step time without the first, traced and tracked steps; highest peaks; allocated peak by phase"
+    rows = [
+        [
+            str(item["rank"]),
+            str(item["steps"]),
+            milliseconds(item["median_step_wall_ns"]),
+            *(size(item[peak]) for peak in known),
+            *(size(item["peak_allocated_bytes_by_phase"].get(name)) for name in phases),
+        ]
+        for item in report.ranks
+    ]
+    yield from table(["rank", "steps", "ms", *(names[peak] for peak in known), *phases], rows)
+
+
+def _overlap(report: Report) -> Iterator[str]:
+    """Every mesh dimension over the ranks: lowest and highest hidden share, mean times per traced file."""
+    if report.overlap is None:
+        return
+    found: dict[str, list[dict[str, Any]]] = {"all": [entry["window"] for entry in report.overlap["ranks"]]}
+    for entry in report.overlap["ranks"]:
+        for item in entry["dimensions"]:
+            found.setdefault(item["dimension"], []).append(item)
+    sources = sorted({entry["source"] for entry in report.overlap["ranks"]})
+    steps = sorted({item["step"] for entry in report.overlap["ranks"] for item in entry["steps"]})
+    yield (
+        f"Communication by mesh dimension: traced steps {', '.join(map(str, steps)) or 'not named'}; "
+        f"{' and '.join(sources)} time in ms, mean of {len(report.overlap['ranks'])} ranks"
+    )
+    rows = []
+    for name, windows in found.items():
+        mean = {key: sum(w[key] for w in windows) / len(windows) for key in ("comm_ns", "overlap_ns", "exposed_ns")}
+        shares = [w["overlap_pct"] for w in windows if w["overlap_pct"] is not None]
+        low, high = (min(shares), max(shares)) if shares else (None, None)
+        hidden = percent(low) if low == high else f"{number(low, 2)} to {percent(high)}"
+        rows.append([name, *(f"{value / 1e6:.3f}" for value in mean.values()), hidden])
+    yield from table(["dimension", "communication", "hidden by compute", "exposed", "hidden share, over ranks"], rows)
+    if "host" in sources:
+        yield "  host time: what the calls took on the CPU, not device time (gloo has no device events)"
+    if len(found) > 2:
+        yield "  dimensions that communicate at the same time: exposed times need not add up"
+
+
+def _communication(report: Report) -> Iterator[str]:
+    if not report.communication:
+        return
+    yield "Collectives of each rank and step, bytes of the full (unsharded) side: predicted and recorded"
+    rows = []
+    for row in report.communication:
+        agree = {True: "equal", False: "DIFFERS", None: "n/a"}[row.agree]
+        counts = ["n/a" if value is None else f"{value:,}" for value in (row.predicted_count, row.measured_count)]
+        sizes = ["n/a" if value is None else f"{value:,}" for value in (row.predicted_bytes, row.measured_bytes)]
+        rows.append([row.dimension, row.kind, *counts, *sizes, agree])
+    headers = ["dimension", "kind", "predicted", "recorded", "predicted bytes", "recorded bytes", ""]
+    yield from table(headers, rows, left=2)
+
+
+def _ledger(report: Report) -> Iterator[str]:
+    prediction = report.prediction
+    if prediction is None:
+        return
+    yield f"Ledger: allocated peak from the second step on, predicted for {prediction.target} and measured"
+    rows = [
+        [
+            str(rank.rank),
+            size(rank.peak_allocated_bytes),
+            size(rank.measured_peak_allocated_bytes),
+            "n/a" if rank.error_pct is None else f"{rank.error_pct:+.2f} %",
+            rank.at,
+        ]
+        for rank in prediction.ranks
+    ]
+    yield from table(["rank", "predicted", "measured", "error", "  at"], rows, left=1)
+    for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
+        first = next(group)
+        yield f"  what rank {first.rank} holds then:"
+        lines = [[e.category, size(e.at_peak_bytes), f"  {e.formula}"] for e in first.entries if e.at_peak_bytes]
+        yield from table(["line", "bytes", "  formula of its most"], lines[:LINES_SHOWN], indent="    ")
+        if len(lines) > LINES_SHOWN:
+            yield f"    and {len(lines) - LINES_SHOWN} smaller lines: meshscope ledger"
+        break
+
+
+def _snapshots(report: Report) -> Iterator[str]:
+    if report.memory is None or not report.memory["files"]:
+        return
+    yield "Allocator snapshots: peaks in requested bytes, stacking (freed, not yet reusable)"
+    rows = []
+    for file in report.memory["files"]:
+        for device in file["devices"]:
+            stacking = device["stacking"] or {}
+            rows.append(
+                [
+                    "?" if file["rank"] is None else str(file["rank"]),
+                    str(device["device"]),
+                    str(device["history"]),
+                    size(device["peak_allocated_bytes"]),
+                    size(device["peak_active_bytes"]),
+                    size(device["peak_reserved_bytes"]),
+                    str(stacking.get("blocks", "n/a")),
+                    size(stacking.get("max_pending_bytes")),
+                ]
+            )
+    headers = ["rank", "device", "history", "allocated", "active", "reserved", "stacked blocks", "most pending"]
+    yield from table(headers, rows)

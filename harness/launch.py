@@ -187,7 +187,7 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, and shells' background jobs
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored: nohup
                 previous[number] = signal.signal(number, note)
     try:
         yield received

@@ -34,6 +34,10 @@ class Node:
         self.order, self.inputs, self.instant = order, tuple(inputs), instant
         self.backward: Backward | None = backward
 
+    def __lt__(self, other: Node) -> bool:
+        """Of two nodes that are ready, the one recorded later runs first."""
+        return self.order > other.order
+
 
 @dataclass(slots=True)
 class Tensor:
@@ -63,10 +67,10 @@ class Graph:
         missing = self._consumers(root)
         arrived: dict[Node, Gradient] = {root: gradient}
         del gradient
-        ready = [(-root.order, root)]
+        ready = [root]
         instant = None
         while ready:
-            _, node = heapq.heappop(ready)
+            node = heapq.heappop(ready)
             if node.instant not in (instant, None):
                 instant = node.instant
                 self.tape.instant(f"backward: {instant}")
@@ -82,7 +86,7 @@ class Graph:
                 del result
                 missing[below] -= 1
                 if missing[below] == 0 and below in arrived:
-                    heapq.heappush(ready, (-below.order, below))
+                    heapq.heappush(ready, below)
 
     def _sum(self, first: Gradient, second: Gradient) -> Gradient:
         if self.sums_in_place and not first.is_view:

@@ -106,8 +106,9 @@ class Operators:
             to_scale = self.gradient(4, rows)
             del products, to_normalised, scale
             to_squares = self.gradient(4, stream)
+            del to_scale
             power, doubled, through_squares = (self.gradient(4, stream) for _ in range(3))
-            del power, doubled, to_squares, to_scale, wide
+            del power, doubled, to_squares, wide
             total = self.gradient(4, stream)
             del to_input, through_squares
             return [self.gradient(self.e, stream) if casts else total, to_weight]

@@ -1,0 +1,85 @@
+"""What really lives on the CPU between operators, and what is really sent: the truth that the ledger is held against.
+
+Independent of the recorder's tracker, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COLLECTIVES = {
+    "c10d._allgather_base_": "all_gather",
+    "c10d._reduce_scatter_base_": "reduce_scatter",
+    "c10d.allreduce_": "all_reduce",
+    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional.all_reduce": "all_reduce",
+}
+
+
+class Live(TorchDispatchMode):
+    """Sums the storages that operators returned, once each, while they live; `peak` since `restart`.
+
+    `sent` counts (group size, kind) -> [collectives, bytes of the full side].
+    """
+
+    def __init__(self, *seeds: torch.Tensor) -> None:
+        super().__init__()
+        self.references: dict[int, Any] = {}
+        self.peak = 0
+        self.sent: dict[tuple[int, str], Counter[str]] = {}
+        for tensor in seeds:
+            self._see(tensor)
+
+    def now(self) -> int:
+        alive = {key: storage for key, ref in self.references.items() if (storage := ref()) is not None}
+        self.references = {key: self.references[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+    def restart(self) -> None:
+        self.peak = self.now()
+        self.sent.clear()
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        inner = getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor))
+        storage = inner.untyped_storage()
+        known = self.references.get(storage._cdata)
+        if storage.device.type == "cpu" and (known is None or known() is None):
+            self.references[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t.__name__ in ("DTensor", "AsyncCollectiveTensor") for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+        self.peak = max(self.peak, self.now())
+        name = str(func).rsplit(".", 1)[0]
+        if name in COLLECTIVES:
+            self._count(COLLECTIVES[name], name, args, result)
+        return result
+
+    def _count(self, kind: str, name: str, args: Any, result: Any) -> None:
+        tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
+        size = max(t.numel() * t.element_size() for t in tensors)
+        entry = self.sent.setdefault((_group_size(args), kind), Counter())
+        entry["count"] += 1
+        entry["bytes"] += size
+
+
+def _group_size(args: Any) -> int:
+    from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+
+    for arg in args:
+        if isinstance(arg, str) and arg not in ("sum", "avg", "max"):
+            return int(_resolve_process_group(arg).size())
+        if isinstance(arg, torch.ScriptObject):
+            return int(ProcessGroup.unbox(arg).size())
+    raise AssertionError(f"no process group in {args}")

@@ -13,8 +13,10 @@ from harness.errors import EXIT_INTERRUPTED, EXIT_USAGE, MeshscopeError, UsageEr
 # Command -> what `meshscope --help` says. The module is harness.commands.<command>.
 COMMANDS = {
     "run": "start the ranks of a run on this machine and record them",
+    "report": "everything about a recording: steps, memory, communication, prediction beside measurement",
     "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension",
     "memory": "peaks, stacking and composition of allocator snapshots",
+    "ledger": "predicted memory and communication of a run, next to what a recording of it measured",
     "doctor": "what this machine can run, what is missing and the command for it",
 }
 

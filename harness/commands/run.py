@@ -18,6 +18,8 @@ from harness.errors import EXIT_FAILED, EXIT_OK, UsageError
 from harness.launch import TIMEOUT_S, OnStep, launch
 from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import Mode
+from harness.report import build
+from harness.report.text import render
 
 TAKES_OVERRIDES = True
 DEFAULT_PARENT = Path("runs") / "out"
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if status.state != "complete":
         _say(f"meshscope run: error: {status.reason} (recorded so far, and logs: {directory})")
         return EXIT_FAILED
-    print(directory)
+    print(render(build(directory)))
     return EXIT_OK
 
 

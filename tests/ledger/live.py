@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +31,7 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self, *seeds: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.references: dict[int, Any] = {}
         self.peak = 0
         self.sent: dict[tuple[int, str], Counter[str]] = {}
@@ -75,11 +76,10 @@ class Live(TorchDispatchMode):
 
 
 def _group_size(args: Any) -> int:
-    from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
-
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     for arg in args:
         if isinstance(arg, str) and arg not in ("sum", "avg", "max"):
-            return int(_resolve_process_group(arg).size())
+            return int(resolve(arg).size())
         if isinstance(arg, torch.ScriptObject):
-            return int(ProcessGroup.unbox(arg).size())
+            return int(distributed_c10d.ProcessGroup.unbox(arg).size())
     raise AssertionError(f"no process group in {args}")

@@ -15,6 +15,7 @@ import pytest
 
 from harness.config import Decoder, Parallelism, Trainer, Training, from_dict
 from harness.ledger import Implementation, predict
+from harness.ledger.tape import Instant
 
 GIB = 2**30
 MEASURED = json.loads((Path(__file__).parent / "h200_peaks.json").read_text())["runs"]
@@ -38,7 +39,7 @@ def test_own_trainer(run: dict[str, Any]) -> None:
         assert -tolerance <= 100 * (predicted - measured) / measured <= 0
 
 
-def phase(timeline: list[Any], name: str) -> int:
+def phase(timeline: list[Instant], name: str) -> int:
     return max(instant.bytes for instant in timeline if instant.name.startswith(name))
 
 
@@ -61,6 +62,16 @@ class Recorded:
     first_step_gib: float | None = None
     tolerance_pct: float = TOLERANCE_PCT
 
+    def config(self) -> Trainer.Config:
+        return Trainer.Config(
+            world_size=self.dp_shard * self.tp,
+            model=Decoder.Config(
+                vocab_size=self.vocab_size, dim=2048, n_layers=self.n_layers, n_heads=32, n_kv_heads=8, ffn_dim=8192
+            ),
+            parallelism=Parallelism.Config(dp_shard=self.dp_shard, tp=self.tp),
+            training=Training.Config(micro_batch_size=self.batch, seq_len=self.seq_len),
+        )
+
 
 RECORDED = [
     Recorded("h200x2_fsdp2_connections_unset", 2, 1, 8, 32000, 8192, 2, 22.3726),
@@ -74,16 +85,25 @@ RECORDED = [
 
 @pytest.mark.parametrize("row", RECORDED, ids=[row.name for row in RECORDED])
 def test_other_trainer(row: Recorded) -> None:
-    config = Trainer.Config(
-        world_size=row.dp_shard * row.tp,
-        model=Decoder.Config(
-            vocab_size=row.vocab_size, dim=2048, n_layers=row.n_layers, n_heads=32, n_kv_heads=8, ffn_dim=8192
-        ),
-        parallelism=Parallelism.Config(dp_shard=row.dp_shard, tp=row.tp),
-        training=Training.Config(micro_batch_size=row.batch, seq_len=row.seq_len),
-    )
-    memory = predict(config, "cuda", OTHER_TRAINER).ranks[0]
+    memory = predict(row.config(), "cuda", OTHER_TRAINER).ranks[0]
     assert memory.at == "backward: loss"
     assert -row.tolerance_pct <= 100 * (memory.peak_allocated_bytes / GIB / row.peak_gib - 1) <= 0
     if row.first_step_gib:
         assert -row.tolerance_pct <= 100 * (memory.first_step_peak_allocated_bytes / GIB / row.first_step_gib - 1) <= 0
+
+
+def test_table_of_signed_errors() -> None:
+    """Printed by `pytest -rP`: every row, predicted and measured steady peak in GiB, and 100·(predicted/measured − 1)."""
+    rows = [
+        (run["name"], predict(from_dict(run["config"]), "cuda"), run["steady_peak_allocated_bytes"] / GIB)
+        for run in MEASURED
+    ]
+    rows += [(row.name, predict(row.config(), "cuda", OTHER_TRAINER), row.peak_gib) for row in RECORDED]
+    errors = []
+    for name, prediction, measured in rows:
+        predicted = prediction.ranks[0].peak_allocated_bytes / GIB
+        errors.append(100 * (predicted / measured - 1))
+        print(f"{name:32} {predicted:9.4f} {measured:9.4f} {errors[-1]:+7.3f} %  {prediction.ranks[0].at}")
+    mean = sum(map(abs, errors)) / len(errors)
+    print(f"mean |error| {mean:.3f} %, worst {min(errors):+.3f} % and {max(errors):+.3f} %")
+    assert mean < 0.2

@@ -16,7 +16,8 @@ from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Tape
 from harness.trainer.loss import cross_entropy_sum
 from harness.trainer.model.rope import apply_rotary, rotary_table
-from tests.ledger.live import Live
+
+from .live import Live
 
 B, S, H, K, HD, FFN, V = 2, 64, 8, 2, 16, 320, 512
 D, KV, T = H * HD, K * HD, B * S

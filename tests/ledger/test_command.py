@@ -1,0 +1,93 @@
+"""`meshscope ledger`: arguments, `--against`, exit codes and the two outputs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.commands import ledger
+from harness.config import to_dict
+from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError, UsageError
+from harness.ledger import predict
+from harness.recipes.debug import tiny
+from harness.recording import manifest_path, steps_path, write_json
+
+
+def run(*words: str, overrides: tuple[tuple[str, str], ...] = ()) -> int:
+    parser = argparse.ArgumentParser()
+    ledger.add_arguments(parser)
+    args = parser.parse_args(["--module", "debug", "--config", "tiny", *words])
+    args.overrides = list(overrides)
+    return ledger.run(args)
+
+
+def record(directory: Path, peaks: dict[int, list[int | None]], **config: Any) -> Path:
+    """A recording of `tiny` in which rank r's step i had the peak peaks[r][i]."""
+    tree = to_dict(tiny())
+    for name, value in config.items():
+        tree["training"][name] = value
+    write_json(manifest_path(directory), {"schema_version": 1, "world_size": 4, "config": tree, "mode": "cpu"})
+    for rank, values in peaks.items():
+        rows = [
+            {"step": step, "peak_allocated_bytes": peak, "memory_source": "tensor_storages" if peak else "rss"}
+            for step, peak in enumerate(values)
+        ]
+        steps_path(directory, rank).parent.mkdir(exist_ok=True)
+        steps_path(directory, rank).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def test_json_is_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--target", "cpu") == EXIT_OK
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(json.dumps(predict(tiny(), "cpu").to_json()))
+    assert printed["mode"] == "predicted"
+    assert printed["ranks"][0]["measured_peak_allocated_bytes"] is None
+
+
+def test_overrides_and_nproc(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--nproc", "2", overrides=(("parallelism.tp", "1"), ("model.n_layers", "1"))) == EXIT_OK
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["world_size"] == 2
+    assert printed["ranks"][0]["quantities"]["L"] == 1
+
+
+def test_against(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step and steps without tracking do not count; the target is the recording's."""
+    expected = predict(tiny(), "cpu").ranks[0].peak_allocated_bytes
+    rows: list[int | None] = [2 * expected, None, 10_000_000, 8_000_000]
+    recording = record(tmp_path, dict.fromkeys(range(4), rows))
+    assert run("--json", "--against", str(recording)) == EXIT_OK
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["target"] == "cpu"
+    for rank in printed["ranks"]:
+        assert rank["peak_allocated_bytes"] == expected
+        assert rank["measured_peak_allocated_bytes"] == 10_000_000
+        assert rank["error_pct"] == pytest.approx(100 * (expected / 10_000_000 - 1))
+    assert run("--against", str(recording)) == EXIT_OK
+    assert f"prediction off by {100 * (expected / 10_000_000 - 1):+.2f} %" in capsys.readouterr().out
+
+
+def test_against_names_ranks_without_a_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = record(tmp_path, {0: [1, 1000], 1: [1, 1000], 2: [1, None], 3: [1, 1000]})
+    assert run("--json", "--against", str(recording)) == EXIT_PARTIAL
+    captured = capsys.readouterr()
+    assert "rank 2: no allocated peak" in captured.err
+    (error,) = json.loads(captured.out)["errors"]
+    assert error["file"] == str(recording)
+
+
+def test_against_without_any_peak(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no allocated peak"):
+        run("--against", str(record(tmp_path, {0: [1, None]})))
+    with pytest.raises(InputError, match="is not a folder"):
+        run("--against", str(tmp_path / "absent"))
+
+
+def test_against_another_configuration(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"training\.seq_len 512, here 128"):
+        run("--against", str(record(tmp_path, {0: [1, 1000]}, seq_len=512)))

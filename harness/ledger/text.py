@@ -6,13 +6,12 @@ from itertools import groupby
 
 from harness.ledger.layout import MEANINGS
 from harness.ledger.prediction import Prediction, RankMemory
-
-GIB = 2**30
+from harness.text import size, table
 
 
 def report(prediction: Prediction) -> str:
     """One table for each set of ranks that are alike, then the communication of a step."""
-    lines = [f"Predicted, target {prediction.target}, world size {prediction.world_size}. GiB = 2^30 bytes."]
+    lines = [f"Predicted, target {prediction.target}, world size {prediction.world_size}."]
     for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
         ranks = list(group)
         lines += ["", *_memory(ranks)]
@@ -24,21 +23,18 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
     first = ranks[0]
     who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {first.rank} to {ranks[-1].rank}"
     lines = [
-        f"{who}: peak allocated {_gib(first.peak_allocated_bytes)} GiB at {first.at}",
-        f"  first step {_gib(first.first_step_peak_allocated_bytes)} GiB at {first.first_step_at}, "
-        f"between steps {_gib(first.resident_bytes)} GiB, reserved: not predicted",
+        f"{who}: peak allocated {size(first.peak_allocated_bytes)} at {first.at}",
+        f"  first step {size(first.first_step_peak_allocated_bytes)} at {first.first_step_at}, "
+        f"between steps {size(first.resident_bytes)}, reserved: not predicted",
     ]
     lines += [
-        f"  rank {rank.rank} measured {_gib(rank.measured_peak_allocated_bytes)} GiB, "
+        f"  rank {rank.rank} measured {size(rank.measured_peak_allocated_bytes)}, "
         f"prediction off by {rank.error_pct:+.2f} %"
         for rank in ranks
         if rank.measured_peak_allocated_bytes is not None
     ]
-    width = max(len(entry.category) for entry in first.entries)
-    lines.append(f"  {'line':{width}}  {'at peak':>9}  {'its most':>9}  formula of its most (bytes)")
-    lines += [
-        f"  {e.category:{width}}  {_gib(e.at_peak_bytes):>9}  {_gib(e.bytes):>9}  {e.formula}" for e in first.entries
-    ]
+    rows = [[e.category, size(e.at_peak_bytes), size(e.bytes), f" {e.formula}"] for e in first.entries]
+    lines += table(["line", "at peak", "its most", " formula of its most (bytes)"], rows, last_left=True)
     used = " ".join(entry.formula for entry in first.entries)
     names = {
         name for term in used.split(" + ") for part in term.split("/") for name in part.replace(" ", "·").split("·")
@@ -52,16 +48,13 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
 def _communication(prediction: Prediction) -> list[str]:
     if not prediction.communication:
         return ["No communication: one rank."]
-    lines = ["Communication of each rank and step (bytes of the full, unsharded side):"]
+    rows = []
     for total in prediction.communication:
-        lines.append(f"  {total.dimension:10}  {total.kind:14}  {total.count:>5}  {_gib(total.bytes):>9} GiB")
-        lines += [
-            f"  {'':10}    {c.count:>5} × {c.bytes // c.count:,} B  {c.purpose}"
+        rows.append([total.dimension, total.kind, f"{total.count:,}", f"{total.bytes:,}", ""])
+        rows += [
+            ["", "", f"{c.count:,}", f"{c.bytes // c.count:,} each", f" {c.purpose}"]
             for c in prediction.collectives
             if (c.dimension, c.kind) == (total.dimension, total.kind)
         ]
-    return lines
-
-
-def _gib(size: int | None) -> str:
-    return "" if size is None else f"{size / GIB:.4f}"
+    title = "Communication of each rank and step (bytes of the full, unsharded side):"
+    return [title, *table(["dimension", "kind", "count", "bytes", " for"], rows, left=2, last_left=True)]

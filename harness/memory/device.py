@@ -11,6 +11,7 @@ from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, 
 from harness.memory.snapshot import Action, Device
 from harness.memory.stacking import Stacking, measure_stacking
 from harness.memory.trace_events import DeviceEvents
+from harness.text import size
 
 UNITS_NOTE = (
     "base and the allocated and active peaks are in requested bytes (a history records no others); "
@@ -116,11 +117,6 @@ def _ooms(device: Device, timeline: Timeline | None) -> list[dict[str, Any]]:
     ]
 
 
-def size_text(count: int) -> str:
-    """Bytes as text: GiB with 4 decimals, below 1 GiB MiB with 2."""
-    return f"{count / (1 << 30):.4f} GiB" if abs(count) >= 1 << 30 else f"{count / (1 << 20):.2f} MiB"
-
-
 def _notes(item: DeviceAnalysis) -> list[str]:
     device, timeline, lives, history = item.device, item.timeline, item.lives, item.device.history
     if timeline is None:
@@ -129,8 +125,8 @@ def _notes(item: DeviceAnalysis) -> list[str]:
         notes = [UNITS_NOTE, "peak_composition is that of the allocated peak"]
         if history_state(timeline, lives) == "truncated":
             notes.append(
-                f"the history begins with {size_text(timeline.base_allocated)} allocated and "
-                f"{size_text(timeline.base_reserved)} reserved: what was before it, higher peaks too, is not in it"
+                f"the history begins with {size(timeline.base_allocated)} allocated and "
+                f"{size(timeline.base_reserved)} reserved: what was before it, higher peaks too, is not in it"
             )
         if lives.unknown_frees:
             notes.append(f"{lives.unknown_frees} frees are of blocks allocated before the history")
@@ -145,7 +141,7 @@ def _notes(item: DeviceAnalysis) -> list[str]:
     private = [segment.total_size for segment in device.segments if segment.private_pool]
     if private:
         notes.append(
-            f"{len(private)} segments ({size_text(sum(private))}) are in private pools (CUDA graphs, MemPool): "
+            f"{len(private)} segments ({size(sum(private))}) are in private pools (CUDA graphs, MemPool): "
             "replaying a graph records no events"
         )
     if any(segment.expandable for segment in device.segments) or Action.SEGMENT_MAP in history.action:

@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 from harness.memory.analyse import Analysis
 from harness.memory.composition import Share
-from harness.memory.device import DeviceSummary, size_text
+from harness.memory.device import DeviceSummary
 from harness.memory.steps import RangePeaks
+from harness.text import size
 
 By = Literal["step", "phase", "category", "site"]
 _SITES_SHOWN = 10
 
 
 def report(analysis: Analysis, by: By | None) -> str:
-    """The whole text: sizes in GiB (MiB below one), n/a where a value is unknown."""
+    """The whole text: sizes as `harness.text.size` writes them, n/a where a value is unknown."""
     replayed = {(str(source.path), item.index): item for source, item in analysis.devices}
     lines: list[str] = []
     for file in analysis.files:
@@ -37,16 +38,16 @@ def report(analysis: Analysis, by: By | None) -> str:
 
 
 def _device_lines(device: dict[str, Any], item: DeviceSummary | None, by: By | None) -> Iterator[str]:
-    yield f"  device {device['device']}   history {device['history']}, base {_size(device['base_allocated_bytes'])}"
+    yield f"  device {device['device']}   history {device['history']}, base {size(device['base_allocated_bytes'])}"
     yield f"    {'':10}{'allocated':>14}{'active':>14}{'reserved':>14}{'requested':>14}"
     for when in ("peak", "final"):
-        sizes = [_size(device[f"{when}_{what}_bytes"]) for what in ("allocated", "active", "reserved", "requested")]
-        yield f"    {when:10}" + "".join(f"{size:>14}" for size in sizes)
+        sizes = [size(device[f"{when}_{what}_bytes"]) for what in ("allocated", "active", "reserved", "requested")]
+        yield f"    {when:10}" + "".join(f"{each:>14}" for each in sizes)
     yield from _stacking_lines(device["stacking"], item)
     for oom in device["oom"]:
         yield (
-            f"    OOM: {_size(oom['size_bytes'])} asked, {_size(oom['device_free_bytes'])} free on the device, "
-            f"{_size(oom['reserved_bytes'])} reserved, at {oom['site']}"
+            f"    OOM: {size(oom['size_bytes'])} asked, {size(oom['device_free_bytes'])} free on the device, "
+            f"{size(oom['reserved_bytes'])} reserved, at {oom['site']}"
         )
     if item is not None and item.timeline is not None:
         if by in (None, "category"):
@@ -60,26 +61,26 @@ def _device_lines(device: dict[str, Any], item: DeviceSummary | None, by: By | N
 def _stacking_lines(stacking: dict[str, Any], item: DeviceSummary | None) -> Iterator[str]:
     if stacking["blocks"] is None:
         at_end = stacking["pending_at_end_bytes"]
-        yield f"    stacking  n/a{'' if at_end is None else f', {_size(at_end)} pending at the end'}"
+        yield f"    stacking  n/a{'' if at_end is None else f', {size(at_end)} pending at the end'}"
         return
     seconds = stacking["byte_seconds"]
     yield (
-        f"    stacking  {stacking['blocks']} blocks, at most {_size(stacking['max_pending_bytes'])} pending at an "
-        f"allocation, {_size(stacking['pending_at_end_bytes'])} at the end, "
+        f"    stacking  {stacking['blocks']} blocks, at most {size(stacking['max_pending_bytes'])} pending at an "
+        f"allocation, {size(stacking['pending_at_end_bytes'])} at the end, "
         f"{'n/a' if seconds is None else f'{seconds / (1 << 30):.4f}'} GiB·s"
     )
     if item is None or not item.stacking.sites:
         return
     sites = item.stacking.sites
     for site in sites[:_SITES_SHOWN]:
-        yield f"      {_size(site.bytes):>14} {site.blocks:>7} blocks  {site.site}  (stream {site.stream})"
+        yield f"      {size(site.bytes):>14} {site.blocks:>7} blocks  {site.site}  (stream {site.stream})"
     yield from _omitted(len(sites) - _SITES_SHOWN, "sites")
 
 
 def _shares(title: str, shares: Sequence[Share], limit: int | None) -> Iterator[str]:
     yield f"    {title}"
     for share in shares[:limit]:
-        yield f"      {_size(share.bytes):>14} {share.blocks:>7} blocks  {share.name}"
+        yield f"      {size(share.bytes):>14} {share.blocks:>7} blocks  {share.name}"
     if limit is not None:
         yield from _omitted(len(shares) - limit, "sites")
 
@@ -97,9 +98,5 @@ def _range_table(title: str, column: str, rows: Sequence[tuple[int | None, str, 
     ordered = sorted(rows, key=lambda row: (row[0] or 0, int(row[1]) if row[1].isdecimal() else -1))
     for rank, name, peaks in ordered:
         sizes = (peaks.allocated_bytes, peaks.active_bytes, peaks.reserved_bytes)
-        yield f"  {'?' if rank is None else rank:>6}{name:>12}" + "".join(f"{_size(size):>14}" for size in sizes)
+        yield f"  {'?' if rank is None else rank:>6}{name:>12}" + "".join(f"{size(each):>14}" for each in sizes)
     yield ""
-
-
-def _size(count: int | None) -> str:
-    return "n/a" if count is None else size_text(count)

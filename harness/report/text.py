@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from harness.report.build import PEAKS, Report
-from harness.report.tables import milliseconds, number, percent, size, table
+from harness.text import milliseconds, number, percent, size, table
 
 STEPS_SHOWN = 12
 RANKS_SHOWN = 8

@@ -74,11 +74,11 @@ def test_text_states_peaks_stacking_and_composition(tmp_path: Path, capsys: pyte
     path = write(tmp_path / "s.pickle", stacked_snapshot())
     code, out, err = run(capsys, path)
     assert (code, err) == (0, "")
-    assert "history complete, base 0.00 MiB" in out
-    assert "12 blocks, at most 64.00 MiB pending at an allocation" in out
+    assert "history complete, base 0.000 MiB" in out
+    assert "12 blocks, at most 64.000 MiB pending at an allocation" in out
     assert "/home/me/train.py:0:all_gather  (stream 9)" in out
     assert "… and 2 more sites" in out
-    assert "OOM: 8.0000 GiB asked, 1.00 MiB free on the device" in out
+    assert "OOM: 8.0000 GiB asked, 1.000 MiB free on the device" in out
     assert "2.0000 GiB" in out
     assert "allocated peak by category" in out
 
@@ -102,7 +102,7 @@ def test_phases_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     allocator = Allocator()
     allocator.alloc(3 * MIB, metadata="phase=forward")
     out = run(capsys, write(tmp_path / "rank1.pickle", snapshot_of(allocator)), "--by", "phase")[1]
-    assert out.splitlines()[-1].split() == ["1", "forward", "3.00", "MiB", "3.00", "MiB", "0.00", "MiB"]
+    assert out.splitlines()[-1].split() == ["1", "forward", "3.000", "MiB", "3.000", "MiB", "0.000", "MiB"]
 
 
 def test_damaged_file_alone_exits_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,23 @@ GIB = 2**30
 MIB = 2**20
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, indent: str = "  ") -> list[str]:
-    """Lines of a table: the first `left` columns start at the left, the others end at the right."""
+def table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    last_left: bool = False,
+    indent: str = "  ",
+) -> list[str]:
+    """Lines of a table: text columns, the first `left` and perhaps the last, start at the left, figures end at the
+    right."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     return [
         (
             indent
             + "  ".join(
-                cell.ljust(width) if column < left else cell.rjust(width)
+                cell.ljust(width) if column < left or (last_left and column == len(widths) - 1) else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
         ).rstrip()

@@ -19,5 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exits 3 if nothing was readable, 4 if part of the input was not."""
     report = build(args.path)
-    print(json.dumps(report.to_json(), allow_nan=False) if args.json else render(report))
+    if args.json:
+        print(json.dumps(report.to_json(), allow_nan=False))
+    elif report.read:
+        print(render(report))
     return report_errors("report", report.errors, read=report.read)

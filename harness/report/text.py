@@ -76,12 +76,12 @@ def _steps(report: Report) -> Iterator[str]:
                 *([number(item["mfu_pct"], 1)] if _has_mfu(report) else []),
                 *peaks,
                 str(item["memory_source"] or "n/a"),
-                " ".join(item["tags"]),
+                f" {' '.join(item['tags'])}",
             ]
         )
     mfu = ["MFU %"] if _has_mfu(report) else []
-    headers = ["step", "ms", "loss", "norm", "tok/s/dev", *mfu, *(f"rank {r}" for r in ranks), "memory is", "tags"]
-    yield from table(headers, rows)
+    headers = ["step", "ms", "loss", "norm", "tok/s/dev", *mfu, *(f"rank {r}" for r in ranks), "memory is", " tags"]
+    yield from table(headers, rows, last_left=True)
     if len(report.ranks) > RANKS_SHOWN:
         yield f"  {len(report.ranks) - RANKS_SHOWN} more ranks: --json"
     sources = {item["memory_source"] for item in shown} & MEMORY_SOURCES.keys()
@@ -148,15 +148,19 @@ def _overlap(report: Report) -> Iterator[str]:
 def _communication(report: Report) -> Iterator[str]:
     if not report.communication:
         return
-    yield "Collectives of each rank and step, bytes of the full (unsharded) side: predicted and recorded"
+    compared = report.prediction is not None
+    what = "predicted and recorded" if compared else "recorded"
+    yield f"Collectives of each rank and step, {what}; bytes of the full (unsharded) side"
     rows = []
     for row in report.communication:
+        figures = [row.measured_count, row.measured_bytes]
+        if compared:
+            figures = [row.predicted_count, row.measured_count, row.predicted_bytes, row.measured_bytes]
         agree = {True: "equal", False: "DIFFERS", None: "n/a"}[row.agree]
-        counts = ["n/a" if value is None else f"{value:,}" for value in (row.predicted_count, row.measured_count)]
-        sizes = ["n/a" if value is None else f"{value:,}" for value in (row.predicted_bytes, row.measured_bytes)]
-        rows.append([row.dimension, row.kind, *counts, *sizes, agree])
-    headers = ["dimension", "kind", "predicted", "recorded", "predicted bytes", "recorded bytes", ""]
-    yield from table(headers, rows, left=2)
+        cells = ["n/a" if figure is None else f"{figure:,}" for figure in figures]
+        rows.append([row.dimension, row.kind, *cells, *([agree] if compared else [])])
+    headers = ["predicted", "recorded", "predicted bytes", "recorded bytes", ""] if compared else ["count", "bytes"]
+    yield from table(["dimension", "kind", *headers], rows, left=2)
 
 
 def _ledger(report: Report) -> Iterator[str]:
@@ -170,16 +174,17 @@ def _ledger(report: Report) -> Iterator[str]:
             size(rank.peak_allocated_bytes),
             size(rank.measured_peak_allocated_bytes),
             "n/a" if rank.error_pct is None else f"{rank.error_pct:+.2f} %",
-            rank.at,
+            f" {rank.at}",
         ]
         for rank in prediction.ranks
     ]
-    yield from table(["rank", "predicted", "measured", "error", "  at"], rows, left=1)
+    yield from table(["rank", "predicted", "measured", "error", " at"], rows, last_left=True)
     for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
         first = next(group)
         yield f"  what rank {first.rank} holds then:"
-        lines = [[e.category, size(e.at_peak_bytes), f"  {e.formula}"] for e in first.entries if e.at_peak_bytes]
-        yield from table(["line", "bytes", "  formula of its most"], lines[:LINES_SHOWN], indent="    ")
+        lines = [[e.category, size(e.at_peak_bytes), f" {e.formula}"] for e in first.entries if e.at_peak_bytes]
+        headers = ["line", "bytes", " formula of its most"]
+        yield from table(headers, lines[:LINES_SHOWN], last_left=True, indent="    ")
         if len(lines) > LINES_SHOWN:
             yield f"    and {len(lines) - LINES_SHOWN} smaller lines: meshscope ledger"
         break

@@ -55,6 +55,7 @@ class Trainer(config.Trainer):
                 device=self.device,
                 run_config=config.to_dict(self.config),
                 mesh=axis_ranks(mesh),
+                mode="shared-gpu" if shares_its_gpu(self.device) else None,
                 tokens_per_step=training.micro_batch_size * training.seq_len,
                 flops_per_token=self.config.model.flops_per_token(training.seq_len),
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
@@ -128,6 +129,11 @@ def local_device(wanted: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def shares_its_gpu(device: torch.device) -> bool:
+    """Whether other ranks run on the same GPU: their times are then not a cluster's, and figures must say so."""
+    return device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
 
 
 @contextmanager

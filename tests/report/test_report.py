@@ -1,0 +1,160 @@
+"""The report over recordings written here: complete, failed, partial, of other trainers, and of files alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from harness import compare, recording
+from harness.cli import main
+from harness.config import Parallelism, Trainer, to_dict
+from harness.errors import UsageError
+from harness.ledger import predict
+from harness.report import build
+from harness.report.text import render
+
+MIB = 2**20
+CONFIG = Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(tp=2))
+
+
+def write_recording(directory: Path, *, config: object = None, ranks: int = 2, steps: int = 3, **row: object) -> Path:
+    recording.merge_manifest(
+        directory, {"mode": "cpu", "world_size": 2, "config": config, "versions": {"torch": "9.9"}}
+    )
+    recording.write_status(directory, "complete")
+    for rank in range(ranks):
+        path = recording.steps_path(directory, rank)
+        path.parent.mkdir(exist_ok=True)
+        rows = [
+            {
+                "step": step,
+                "wall_ns": (10 + step + rank) * 1_000_000,
+                "loss": 2.5,
+                "memory_source": "tensor_storages",
+                "peak_allocated_bytes": (step + 1) * MIB + rank,
+                "phases": {"forward": {"peak_allocated_bytes": step * MIB}},
+                "tags": ["warmup"] if step == 0 else [],
+                **row,
+            }
+            for step in range(steps)
+        ]
+        path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    return directory
+
+
+def write_trace(directory: Path, rank: int, collectives: list[tuple[str, int, int]]) -> None:
+    """Our recorder's form on CPU: one step with `comm:` ranges of (kind, count, bytes of each) on the tp axis."""
+    events = [{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 9000}]
+    at = 1
+    for kind, count, size in collectives:
+        for sequence in range(count):
+            name = f"comm:{kind}:mesh_tp:{sequence}:{size}"
+            events.append({"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1, "ts": at, "dur": 2})
+            at += 3
+    path = recording.trace_path(directory, 2, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": 2}}, file)
+
+
+def test_steps_ranks_and_prediction_of_a_recording(tmp_path):
+    report = build(write_recording(tmp_path, config=to_dict(CONFIG)))
+    assert [step["wall_ns"] for step in report.steps] == [11_000_000, 12_000_000, 13_000_000]
+    assert report.steps[2]["ranks"][1]["peak_allocated_bytes"] == 3 * MIB + 1
+    assert [rank["median_step_wall_ns"] for rank in report.ranks] == [11_500_000, 12_500_000]
+    assert report.ranks[0]["peak_allocated_bytes_by_phase"] == {"forward": 2 * MIB}
+    expected = predict(CONFIG, "cpu").ranks[1].peak_allocated_bytes
+    assert report.prediction.ranks[1].peak_allocated_bytes == expected
+    assert report.prediction.ranks[1].measured_peak_allocated_bytes == 3 * MIB + 1
+    assert report.prediction.ranks[1].error_pct == pytest.approx(100 * (expected / (3 * MIB + 1) - 1))
+    text = render(report)
+    assert "written: 2 ranks, dp_shard 1 × tp 2 with sequence parallel" in text
+    assert "torch 9.9" in text
+    assert json.loads(json.dumps(report.to_json()))["ledger"]["ranks"][1]["peak_allocated_bytes"] == expected
+
+
+def test_the_first_step_is_not_held_against_the_steady_peak(tmp_path):
+    report = build(write_recording(tmp_path, config=to_dict(CONFIG), steps=1))
+    assert report.prediction.ranks[0].measured_peak_allocated_bytes is None
+    assert report.prediction.ranks[0].error_pct is None
+
+
+@pytest.mark.parametrize(("extra", "agree"), [(0, True), (1, False)])
+def test_collectives_agree_only_when_every_count_does(tmp_path, extra, agree):
+    write_recording(tmp_path, config=to_dict(CONFIG))
+    sent = [(c.kind, c.count, c.bytes // c.count) for c in predict(CONFIG, "cpu").collectives]
+    kind, count, size = sent[0]
+    write_trace(tmp_path, 0, [(kind, count + extra, size), *sent[1:]])
+    rows = build(tmp_path).communication
+    assert {row.dimension for row in rows} == {"tp"}
+    assert {row.kind: row.agree for row in rows} == {
+        name: agree or name != kind for name in ("all_gather", "all_reduce", "reduce_scatter")
+    }
+
+
+def test_a_collective_nobody_predicted_differs(tmp_path):
+    write_recording(tmp_path, config=to_dict(CONFIG))
+    write_trace(tmp_path, 0, [("broadcast", 2, 64)])
+    by_kind = {row.kind: row for row in build(tmp_path).communication}
+    assert (by_kind["broadcast"].predicted_count, by_kind["broadcast"].measured_count) == (0, 2)
+    assert by_kind["broadcast"].agree is False
+    assert by_kind["all_gather"].measured_count == 0
+    assert by_kind["all_gather"].agree is False
+
+
+def test_another_trainers_recording_has_no_ledger(tmp_path):
+    write_recording(tmp_path, config={"model": "ours", "lr": 1})
+    write_trace(tmp_path, 0, [("all_gather", 3, 64)])
+    report = build(tmp_path)
+    assert report.prediction is None
+    (row,) = report.communication
+    assert (row.predicted_count, row.measured_count, row.measured_bytes, row.agree) == (None, 3, 192, None)
+    assert "predicted" not in render(report)
+
+
+def test_what_is_missing_is_said(tmp_path, capsys):
+    write_recording(tmp_path, config=to_dict(CONFIG), ranks=1)
+    recording.write_status(tmp_path, "failed", "rank 1 exited: out of memory")
+    with open(recording.steps_path(tmp_path, 0), "a") as file:
+        file.write('{"step": 3, "wa')
+    assert main(["report", str(tmp_path)]) == 4
+    out, err = capsys.readouterr()
+    assert "failed: rank 1 exited: out of memory" in out
+    assert "without a step: rank 1" in out
+    assert "rank1.jsonl: has no step" in err
+    assert "torn" in err
+    assert all(line.startswith("meshscope report: error: ") for line in err.splitlines())
+
+
+def test_rows_without_known_memory_are_not_zero(tmp_path):
+    report = build(write_recording(tmp_path, memory_source="rss", peak_allocated_bytes=None, phases={}))
+    assert report.ranks[0]["peak_allocated_bytes"] is None
+    assert "n/a" in render(report)
+
+
+def test_a_folder_of_traces_alone(tmp_path, capsys):
+    write_trace(tmp_path, 0, [("all_reduce", 1, 8)])
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mode"] == "imported"
+    assert report["status"] is None
+    assert report["overlap"]["ranks"][0]["rank"] == 0
+    assert report["ledger"] is None
+
+
+def test_nothing_readable_is_one_line_and_exit_3(tmp_path, capsys):
+    (tmp_path / "broken.json").write_text("")
+    assert main(["report", str(tmp_path)]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+
+
+def test_a_configuration_that_differs_is_named():
+    other = Trainer.Config(world_size=2, parallelism=Parallelism.Config(tp=2))
+    other.model.dim = 512
+    with pytest.raises(UsageError, match=r"model\.dim 256, here 512"):
+        compare.require_same(to_dict(CONFIG), other)

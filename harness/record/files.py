@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from harness import recording
 from harness.errors import InputError, UsageError
@@ -29,7 +30,7 @@ class RankFiles:
         path = recording.steps_path(directory, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._rows = open(path, "x", buffering=1, encoding="utf-8")  # noqa: SIM115
+            self._rows = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             raise UsageError(f"{directory} already holds a recording of rank {rank}: choose another folder") from None
 
@@ -46,7 +47,7 @@ class RankFiles:
 
     def append_step(self, row: Mapping[str, Any]) -> None:
         """One line, in the file when this returns."""
-        self._rows.write(json.dumps(row, allow_nan=False) + "\n")
+        os.write(self._rows, msgspec.json.encode(row) + b"\n")
 
     def write_rank(self, **facts: Any) -> None:
         self._facts.update(facts)
@@ -61,7 +62,7 @@ class RankFiles:
             recording.write_status(self._directory, "running")
 
     def end(self, manifest: Mapping[str, Any], *, failed: bool) -> None:
-        self._rows.close()
+        os.close(self._rows)
         if not self._leads:
             return
         recording.merge_manifest(self._directory, manifest)

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from pathlib import Path
+import re
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-Bytes = dict[str, int | None]
-"""allocated, active, reserved and requested bytes; None where the source does not know."""
-
 MEASURES = ("allocated", "active", "reserved", "requested")
 
+Bytes = tuple[int | None, int | None, int | None, int | None]
+"""In the order of `MEASURES`; None where the source does not know."""
 
-def bytes_by_measure(**known: int | None) -> Bytes:
-    return {measure: known.get(measure) for measure in MEASURES}
+UNKNOWN: Bytes = (None, None, None, None)
 
 
 def larger(a: Bytes, b: Bytes) -> Bytes:
     """Measure by measure the larger one, unknown only if both are."""
-    return {m: max((v for v in (a[m], b[m]) if v is not None), default=None) for m in MEASURES}
+    if a is UNKNOWN:
+        return b
+    w, x, y, z = (m if n is None or (m is not None and m >= n) else n for m, n in zip(a, b, strict=True))
+    return w, x, y, z
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Reading:
     """`peak` is over the time since the reading before; retries and OOMs count from the start of the process."""
 
-    current: Bytes = field(default_factory=bytes_by_measure)
-    peak: Bytes = field(default_factory=bytes_by_measure)
+    current: Bytes = UNKNOWN
+    peak: Bytes = UNKNOWN
     alloc_retries: int | None = None
     ooms: int | None = None
+
+
+NOTHING_KNOWN = Reading()
 
 
 class MemorySource(Protocol):
@@ -54,20 +58,25 @@ class CudaAllocator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # cudaMallocAsync reports zero for what it does not track.
-        native = torch.cuda.get_allocator_backend() == "native"
-        self._measures = MEASURES if native else ("allocated", "reserved")
+        self._native = torch.cuda.get_allocator_backend() == "native"
 
     def read(self) -> Reading:
         stats: dict[str, Any] = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
         if not stats:  # CUDA is not initialised in this process yet
-            return Reading()
+            return NOTHING_KNOWN
         torch.cuda.reset_peak_memory_stats(self._device)
-        totals = {measure: stats[f"{measure}_bytes"]["all"] for measure in self._measures}
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        if not self._native:
+            return Reading(
+                (allocated["current"], None, reserved["current"], None),
+                (allocated["peak"], None, reserved["peak"], None),
+            )
+        active, requested = stats["active_bytes"]["all"], stats["requested_bytes"]["all"]
         return Reading(
-            current=bytes_by_measure(**{m: total["current"] for m, total in totals.items()}),
-            peak=bytes_by_measure(**{m: total["peak"] for m, total in totals.items()}),
-            alloc_retries=stats["num_alloc_retries"],
-            ooms=stats["num_ooms"],
+            (allocated["current"], active["current"], reserved["current"], requested["current"]),
+            (allocated["peak"], active["peak"], reserved["peak"], requested["peak"]),
+            stats["num_alloc_retries"],
+            stats["num_ooms"],
         )
 
 
@@ -77,7 +86,7 @@ class NoAllocator:
     name = "rss"
 
     def read(self) -> Reading:
-        return Reading()
+        return NOTHING_KNOWN
 
 
 class ProcessMemory:
@@ -87,33 +96,33 @@ class ProcessMemory:
     `peak_reason` says so and the peak is unknown, because the mark of the whole process is not a step's peak.
     """
 
-    _CLEAR_REFS = Path("/proc/self/clear_refs")
-    _STATUS = Path("/proc/self/status")
-    _STATM = Path("/proc/self/statm")
+    _FIELDS = re.compile(rb"VmHWM:\s+(\d+) kB\nVmRSS:\s+(\d+) kB")
 
     def __init__(self) -> None:
         self.peak_reason: str | None = None
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._known = self._STATM.exists()
-        if not self._known:
-            self.peak_reason = "this system has no /proc/self/statm"
-        self.start()
+        self._status = self._clear_refs = -1  # kept open: each open would cost as much as the reading
+        try:
+            self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+            self._clear_refs = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+            self.start()
+        except OSError as error:
+            self.peak_reason = f"peak_rss_bytes is unknown: {error.filename or 'clear_refs'}: {error.strerror}"
 
     def start(self) -> None:
         """Resets the high-water mark (proc(5): writing 5 to clear_refs)."""
-        if self.peak_reason:
-            return
-        try:
-            self._CLEAR_REFS.write_text("5")
-        except OSError as error:
-            self.peak_reason = f"peak_rss_bytes is unknown: {self._CLEAR_REFS}: {error.strerror}"
+        if not self.peak_reason:
+            os.pwrite(self._clear_refs, b"5", 0)
 
     def read(self) -> tuple[int | None, int | None]:
         """(resident bytes now, their peak since `start`)."""
-        if not self._known:
+        found = self._FIELDS.search(os.pread(self._status, 4096, 0)) if self._status >= 0 else None
+        if found is None:
             return None, None
-        resident = int(self._STATM.read_bytes().split()[1]) * self._page_bytes
-        if self.peak_reason:
-            return resident, None
-        mark = next(line for line in self._STATUS.read_bytes().splitlines() if line.startswith(b"VmHWM"))
-        return resident, int(mark.split()[1]) * 1024
+        peak, resident = (1024 * int(kilobytes) for kilobytes in found.groups())
+        return resident, None if self.peak_reason else peak
+
+    def close(self) -> None:
+        """The last call: neither `start` nor `read` work any more."""
+        for descriptor in {self._status, self._clear_refs} - {-1}:
+            os.close(descriptor)
+        self._status = self._clear_refs = -1

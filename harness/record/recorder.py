@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -205,9 +205,7 @@ class Recorder(harness_config.Recorder):
             return
         step.take(self._windows.memory.read())
         phase = step.phases.setdefault(name, Phase())
-        with ExitStack() as annotation:
-            if self._windows.annotating:
-                annotation.enter_context(record_function(name))
+        with record_function(name) if self._windows.annotating else nullcontext():
             step.open_phases.append(name)
             self._relabel()
             started_ns = time.perf_counter_ns()
@@ -267,9 +265,12 @@ class Recorder(harness_config.Recorder):
             state = "failed" if self._failure else "complete"
             ended = {"ended_unix_ns": time.time_ns(), "end_state": state}
             self._write_rank(exception=self._failure, **ended)
+            self._process.close()
             self._files.end({"steps_completed": self.completed_steps, **ended}, failed=bool(self._failure))
 
     def _relabel(self) -> None:
+        if not self._windows.labelling:
+            return
         step = self._step
         phase = step.open_phases[-1] if step is not None and step.open_phases else None
         category = self._categories[-1] if self._categories else PHASE_CATEGORIES.get(phase or "")

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from harness.errors import UsageError
-from harness.record.memory import Bytes, Reading, bytes_by_measure, larger
+from harness.record.memory import MEASURES, NOTHING_KNOWN, UNKNOWN, Bytes, Reading, larger
 from harness.record.wrappers import is_wrapper
+
+_CURRENT_FIELDS = tuple(f"{measure}_bytes" for measure in MEASURES)
+_PEAK_FIELDS = tuple(f"peak_{measure}_bytes" for measure in MEASURES)
 
 Scalar = float | int | torch.Tensor
 
@@ -22,7 +25,7 @@ class Phase:
 
     wall_ns: int = 0
     count: int = 0
-    peak: Bytes = field(default_factory=bytes_by_measure)
+    peak: Bytes = UNKNOWN
 
     def row(self) -> dict[str, Any]:
         return {"wall_ns": self.wall_ns, "count": self.count, **peak_fields(self.peak)}
@@ -35,8 +38,8 @@ class OpenStep:
     started_unix_ns: int = 0
     started_ns: int = 0
     wall_ns: int = 0
-    last: Reading = field(default_factory=Reading)
-    peak: Bytes = field(default_factory=bytes_by_measure)
+    last: Reading = NOTHING_KNOWN
+    peak: Bytes = UNKNOWN
     phases: dict[str, Phase] = field(default_factory=dict)
     open_phases: list[str] = field(default_factory=list)
     failed_phase: str | None = None
@@ -46,6 +49,8 @@ class OpenStep:
     def take(self, reading: Reading) -> None:
         """Counts a reading's peaks for the step and for every phase that was open since the reading before."""
         self.last = reading
+        if reading.peak is UNKNOWN:
+            return
         self.peak = larger(self.peak, reading.peak)
         for name in self.open_phases:
             phase = self.phases[name]
@@ -65,7 +70,7 @@ class OpenStep:
 
     def memory_fields(self) -> dict[str, Any]:
         return {
-            **{f"{measure}_bytes": size for measure, size in self.last.current.items()},
+            **dict(zip(_CURRENT_FIELDS, self.last.current, strict=True)),
             **peak_fields(self.peak),
             "alloc_retries": self.last.alloc_retries,
             "ooms": self.last.ooms,
@@ -86,4 +91,4 @@ class OpenStep:
 
 
 def peak_fields(peak: Bytes) -> dict[str, int | None]:
-    return {f"peak_{measure}_bytes": size for measure, size in peak.items()}
+    return dict(zip(_PEAK_FIELDS, peak, strict=True))

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from harness.record.memory import Reading, bytes_by_measure
+from harness.record.memory import Reading
 from harness.record.wrappers import any_wrapper, plain_tensors
 
 OTHER = "other"
@@ -108,10 +108,7 @@ class StorageTracker(TorchDispatchMode):
     def read(self) -> Reading:
         """Bytes live now, and the peak since the last call; allocated and active are the same thing here."""
         peak, self._peak = self._peak, self._total
-        return Reading(
-            current=bytes_by_measure(allocated=self._total, active=self._total),
-            peak=bytes_by_measure(allocated=peak, active=peak),
-        )
+        return Reading((self._total, self._total, None, None), (peak, peak, None, None))
 
     def peak_composition(self) -> list[dict[str, Any]]:
         """[{category, bytes}] at the step's peak, largest first; they add up to the peak."""

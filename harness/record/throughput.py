@@ -40,7 +40,11 @@ def device_peak(device: torch.device, configured_tflops: float | None) -> Peak:
         return Peak(tflops=configured_tflops, source="recorder.peak_tflops")
     if device.type != "cuda":
         return Peak()
-    name = torch.cuda.get_device_name(device)
+    return datasheet_peak(torch.cuda.get_device_name(device))
+
+
+def datasheet_peak(name: str) -> Peak:
+    """By the name that the driver gives, such as `NVIDIA A100-SXM4-80GB`."""
     words = name.replace("-", " ").split()
     for model, tflops in DATASHEET_TFLOPS:
         if all(word in words for word in model.split()):

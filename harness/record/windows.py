@@ -45,6 +45,11 @@ class Windows:
         return self._trace.active or self._remembering
 
     @property
+    def labelling(self) -> bool:
+        """Whether labels are kept now."""
+        return self._tracker is not None or self._remembering
+
+    @property
     def _remembering(self) -> bool:
         return self._history is not None and self._history.active
 

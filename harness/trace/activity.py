@@ -20,7 +20,8 @@ Mask = NDArray[np.bool_]
 class Collective(NamedTuple):
     """What the events of one kind of collective share. Sizes are bytes per call on this rank.
 
-    `kind` None marks time that belongs to a collective without being one (a wait, a gloo worker's annotation).
+    `kind` None marks time that is communication without being a collective of a known kind (a wait, a gloo work whose
+    call is not known).
     """
 
     kind: str | None
@@ -37,7 +38,8 @@ class Collective(NamedTuple):
 class Activity:
     """Intervals [start, end) in the trace's ns. `collective` indexes `collectives`, -1 where nothing communicates;
     `launch` is the start of the host call that launched an event (a host interval's own start), MISSING without one,
-    and `thread` the host thread of that call."""
+    and `thread` the host thread of that call. A collective may have several intervals; the one that `counts` is the
+    collective, the others are more of its time."""
 
     source: Literal["device", "host"]
     device: int | None
@@ -49,7 +51,9 @@ class Activity:
     thread: Ns
     stream: Ns
     sequence: Ns
+    counts: Mask
     collectives: list[Collective]
+    notes: tuple[str, ...] = ()
 
     def window(self, mask: Mask | None = None) -> Window:
         """The window of all events, or of some."""
@@ -96,6 +100,7 @@ def device_activities(trace: Trace, groups: Groups) -> list[Activity]:
             thread=thread[mine],
             stream=events.stream[mine],
             sequence=events.sequence[mine],
+            counts=communicates[mine],
             collectives=[collective or nothing for collective in collectives],
         )
         for device in np.unique(events.device)

@@ -115,7 +115,8 @@ def units(device: DeviceCapture, whole: Window) -> list[dict[str, Any]]:
 
 
 def collectives(activity: Activity, whole: Window) -> list[dict[str, Any]]:
-    """Figures per kind, group and dimension over the whole file; `sum_ns` adds up durations, concurrent ones twice."""
+    """Figures per kind, group and dimension over the whole file; `sum_ns` adds up the durations of the `count`
+    collectives, concurrent ones twice (on the host those of gloo's works, without the calls)."""
     kinds: dict[tuple[str, str | None, str | None], list[int]] = {}
     for index in np.unique(activity.collective).tolist():
         if index >= 0:
@@ -125,14 +126,15 @@ def collectives(activity: Activity, whole: Window) -> list[dict[str, Any]]:
     found = []
     for (kind, group, dimension), indices in kinds.items():
         mask = np.isin(activity.collective, indices)
+        counted = mask & activity.counts
         found.append(
             {
                 "kind": kind,
                 "group": group,
                 "dimension": dimension,
-                "count": int(mask.sum()),
+                "count": int(counted.sum()),
                 **whole.figures(activity.union(mask)),
-                "sum_ns": sum((activity.end[mask] - activity.start[mask]).tolist()),
+                "sum_ns": sum((activity.end - activity.start)[counted].tolist()),
                 "raw_kinds": sorted({activity.collectives[index].raw_kind for index in indices}),
             }
         )
@@ -144,13 +146,10 @@ def notes(capture: Capture, device: DeviceCapture, whole: Window) -> list[str]:
     activity = device.activity
     found = []
     if activity.source == "host":
-        found.append("no device events: times are host intervals (operators, gloo, comm: ranges), not device time")
-        found.append("host steps: launch = intervals that start in the step's host window, clip = cut to it")
-        if any(collective.raw_kind.startswith("gloo:") for collective in activity.collectives):
-            found.append(
-                "gloo misnames collectives: with comm: ranges its annotations count as time only, under no group data, "
-                "and kinds, units and other dimensions hold the time of the calls"
-            )
+        found.append("no device events: times are the host's (operators, c10d calls, gloo), not device time")
+        if whole.communication.start.size and not whole.figures()["overlap_ns"]:
+            found.append("no operator ran during communication: the host waited for every collective")
+    found += activity.notes
     if not whole.communication.start.size:
         found.append("no communication: overlap is n/a")
     if len(activity.dimensions()) > 1:

@@ -25,7 +25,8 @@ Mesh = Mapping[str, Sequence[Sequence[int]]]
 
 class CollectiveRecord(NamedTuple):
     """One collective on one rank. `start_ns` is unix time where the file gives its base; `step` by the launch rule,
-    None outside every step; sizes are bytes on this rank, None where the trace does not say."""
+    None outside every step; sizes are bytes on this rank, None where the trace does not say. On the host, start and
+    duration are those of gloo's work (`raw_kind` gloo:…), of the call where its work is not known."""
 
     rank: int | None
     step: int | None
@@ -82,7 +83,8 @@ class Capture:
         for device in self.devices:
             activity = device.activity
             columns = (activity.start, activity.end, activity.collective, activity.sequence, device.step)
-            for start, end, index, sequence, step in zip(*(column.tolist() for column in columns), strict=True):
+            counted = (column[activity.counts].tolist() for column in columns)
+            for start, end, index, sequence, step in zip(*counted, strict=True):
                 collective = activity.collectives[index] if index >= 0 else None
                 if collective is None or collective.kind is None:
                     continue

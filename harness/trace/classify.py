@@ -24,6 +24,9 @@ SYMMETRIC_KERNEL = re.compile(
     re.IGNORECASE,
 )
 HOST_COMMUNICATION_OP = re.compile(r"c10d::|_?c10d_functional|record_param_comms")
+# Operators of the dispatcher (`aten::mm`) and compiled code. The rest (autograd's engine and nodes, dispatch modes)
+# only calls operators, and Python hooks run in it: FSDP2's wait there for its collectives, on the CPU to their end.
+HOST_COMPUTING_OP = re.compile(r"(?!autograd::engine::)\w+::|.*(compiled|cpp_fused)", re.IGNORECASE)
 
 # In this order: "reduce" is in the names of several others.
 KINDS = (

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from harness.trace.capture import Capture, CollectiveRecord
 from harness.trace.classify import NO_GROUP
+from harness.trace.host import GLOO
 
 # Clocks count as aligned if the ends of a collective agree within this, or within 5 % of its duration if that is more.
 ALIGNED_NS = 50_000
@@ -42,8 +43,9 @@ def cross_rank(captures: Sequence[Capture]) -> dict[str, Any]:
     None without a match; if they do not, waits and last ranks are None.
     """
     matched, notes = match(captures)
-    if matched and any(device.activity.source == "host" for capture in captures for device in capture.devices):
-        notes.append("host ranges: durations are those of the calls, not of the transfers")
+    on_host = any(device.activity.source == "host" for capture in captures for device in capture.devices)
+    if on_host and not all(record.raw_kind.startswith(GLOO) for one in matched for record in one.records):
+        notes.append("where gloo's work is not known, durations are those of the calls, not of the transfers")
     aligned = None
     if matched:
         spread = median(collective.end_spread_ns for collective in matched)

@@ -94,7 +94,7 @@ class Annotations(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """Host operators; `communicates` is 1 for c10d's."""
+    """Host operators that compute or communicate; `communicates` is 1 for c10d's."""
 
     start: Ns
     dur: Ns
@@ -257,8 +257,9 @@ class _Reader:
         if name.startswith("ProfilerStep#"):  # torch 1.9 gives steps the category Operator
             self._annotation(event, name)
             return
-        communicates = int(bool(classify.HOST_COMMUNICATION_OP.match(name)))
-        self.operators.rows.append((event.ts, event.dur, self.threads[event.pid, event.tid], communicates))
+        communicates = bool(classify.HOST_COMMUNICATION_OP.match(name))
+        if communicates or classify.HOST_COMPUTING_OP.match(name):
+            self.operators.rows.append((event.ts, event.dur, self.threads[event.pid, event.tid], int(communicates)))
 
     def _annotation(self, event: Event, name: str) -> None:
         thread = self.threads[event.pid, event.tid]

@@ -1,9 +1,13 @@
 """Host intervals of a trace without device events (CPU and gloo): never mixed with device time.
 
-Communication is the time in gloo's worker annotations (`gloo:*`) and in the ranges our recorder opens around each
-outermost c10d call, `comm:<kind>:<group>:<seq>[:<bytes>]`; a range `comm:wait:…` is time, not a collective. gloo's
-names are wrong at times (a reduce-scatter is called gloo:all_reduce), so with our ranges they give time only.
-Compute is the time a thread spends in operators outside its communication ranges and c10d operators.
+Communication is the time in gloo's works (annotations `gloo:*`) and in the ranges our recorder opens around each
+outermost c10d call, `comm:<kind>:<group>:<seq>[:<bytes>]`; a range `comm:wait:…` is time, not a collective.
+A collective is a call and its work, counted once. Its time is the union of both, its duration between ranks the work's
+alone (transfer, and waiting for the other ranks); the call gives its kind, group, dimension, bytes, sequence number,
+step and FSDP unit. gloo's names are wrong at times (a reduce-scatter is called gloo:all_reduce), so a work whose call
+is not known gives time only, under no group data; in a trace without our ranges its name has to do.
+Compute is the time a thread spends in operators (not in autograd's nodes or engine, which only call them and where
+FSDP's hooks wait) outside its communication ranges and c10d operators.
 """
 
 from __future__ import annotations
@@ -11,45 +15,79 @@ from __future__ import annotations
 import numpy as np
 
 from harness.trace import classify
-from harness.trace.activity import Activity, Collective
+from harness.trace.activity import Activity, Collective, Mask
 from harness.trace.classify import NO_GROUP, Groups
-from harness.trace.events import MISSING, Interned, Trace
+from harness.trace.events import MISSING, Annotations, Interned, Trace
 from harness.trace.figures import COMMUNICATION, COMPUTE
+from harness.trace.gloo import Call, Work, link
 from harness.trace.intervals import Intervals, join, subtract, union
+
+GLOO, RANGE = "gloo:", "comm:"
 
 
 def host_activity(trace: Trace, groups: Groups) -> Activity:
-    """The host's communication and computation. A host interval counts as launched when it starts."""
-    rows = trace.annotations
-    recorded = any(name.startswith("comm:") for name in trace.names)
+    """The host's communication and computation. A gloo work counts as launched when its call starts, every other host
+    interval when it starts itself."""
+    recorded = any(name.startswith(RANGE) for name in trace.names)
     parsed = [range_of(name, groups, recorded) for name in trace.names]
-    collectives: Interned[Collective] = Interned()
-    number = np.array([-1 if p is None else collectives[p[0]] for p in parsed] + [-1], np.int64)
-    sequences = np.array([MISSING if p is None else p[1] for p in parsed] + [MISSING], np.int64)
-    of_row = number[rows.name]
-    talks = of_row >= 0
+    talks = np.array([p is not None for p in parsed] + [False], np.bool_)[trace.annotations.name]
+    rows = Annotations(*(column[talks] for column in trace.annotations))
+    names = [trace.names[name] for name in rows.name]
+    meanings = [meaning for name in rows.name if (meaning := parsed[name]) is not None]
+    launch, thread = rows.start.copy(), rows.thread.copy()
+    counts = np.array([collective.kind is not None for collective, _ in meanings], np.bool_)
+    call_of = calls_of_works(rows, names, [collective for collective, _ in meanings]) if recorded else {}
+    for work, call in call_of.items():
+        collective, sequence = meanings[call]
+        meanings[work] = collective._replace(raw_kind=names[work]), sequence
+        launch[work], thread[work] = rows.start[call], rows.thread[call]
+        # The first work stands for its call.
+        counts[work], counts[call] = counts[call], False
+
     compute = {thread: compute_of(trace, int(thread), talks) for thread in np.unique(trace.operators.thread)}
-    starts = [rows.start[talks], *(piece.start for piece in compute.values())]
-    ends = [rows.start[talks] + rows.dur[talks], *(piece.end for piece in compute.values())]
-    start = np.concatenate(starts)
-    computes = start.size - starts[0].size
-    threads = [np.full(piece.start.size, thread, np.int64) for thread, piece in compute.items()]
+    start = np.concatenate((rows.start, *(piece.start for piece in compute.values())))
+    computes = start.size - rows.start.size
+    nothing = np.full(computes, MISSING, np.int64)
+    collectives: Interned[Collective] = Interned()
     return Activity(
         source="host",
         device=None,
         start=start,
-        end=np.concatenate(ends),
-        role=np.repeat(np.array([COMMUNICATION, COMPUTE], np.int8), [starts[0].size, computes]),
-        collective=np.concatenate((of_row[talks], np.full(computes, -1, np.int64))),
-        launch=start,
-        thread=np.concatenate((rows.thread[talks], *threads)),
+        end=np.concatenate((rows.start + rows.dur, *(piece.end for piece in compute.values()))),
+        role=np.repeat(np.array([COMMUNICATION, COMPUTE], np.int8), [rows.start.size, computes]),
+        collective=np.array([collectives[collective] for collective, _ in meanings] + [-1] * computes, np.int64),
+        launch=np.concatenate((launch, start[rows.start.size :])),
+        thread=np.concatenate((thread, *(np.full(piece.start.size, at, np.int64) for at, piece in compute.items()))),
         stream=np.full(start.size, MISSING, np.int64),
-        sequence=np.concatenate((sequences[rows.name][talks], np.full(computes, MISSING, np.int64))),
+        sequence=np.concatenate((np.array([sequence for _, sequence in meanings], np.int64), nothing)),
+        counts=np.concatenate((counts, np.zeros(computes, np.bool_))),
         collectives=list(collectives),
+        notes=notes(names, set(call_of), recorded),
     )
 
 
-def compute_of(trace: Trace, thread: int, talks: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Intervals:
+def calls_of_works(rows: Annotations, names: list[str], collectives: list[Collective]) -> dict[int, int]:
+    """The row of each gloo work whose call is known → the row of that call, in order of the works' starts."""
+    start, thread = rows.start.tolist(), rows.thread.tolist()
+    end = (rows.start + rows.dur).tolist()
+    ours = [i for i, name in enumerate(names) if name.startswith(RANGE) and collectives[i].kind is not None]
+    theirs = sorted((i for i, name in enumerate(names) if name.startswith(GLOO)), key=lambda i: start[i])
+    calls = [Call(start[i], end[i], thread[i], str(collectives[i].kind), collectives[i].group) for i in ours]
+    works = [Work(start[i], thread[i], classify.collective_kind(names[i].removeprefix(GLOO))) for i in theirs]
+    return {work: ours[call] for work, call in zip(theirs, link(calls, works), strict=True) if call is not None}
+
+
+def notes(names: list[str], linked: set[int], recorded: bool) -> tuple[str, ...]:
+    works = [row for row, name in enumerate(names) if name.startswith(GLOO)]
+    if not recorded:
+        return ("gloo misnames collectives (a reduce-scatter is called all_reduce): kinds are gloo's",) if works else ()
+    unknown = len(works) - len(linked)
+    if not unknown:
+        return ()
+    return (f"{unknown} of {len(works)} gloo works have no recorded call: their time is under {NO_GROUP}",)
+
+
+def compute_of(trace: Trace, thread: int, talks: Mask) -> Intervals:
     """The time a thread spends in operators that do not communicate."""
     operators, rows = trace.operators, trace.annotations
     mine = operators.thread == thread
@@ -64,8 +102,8 @@ def compute_of(trace: Trace, thread: int, talks: np.ndarray[tuple[int, ...], np.
 
 def range_of(name: str, groups: Groups, recorded: bool) -> tuple[Collective, int] | None:
     """The collective and sequence number a host annotation stands for; None for any other annotation."""
-    if name.startswith("gloo:"):
-        kind = None if recorded else classify.collective_kind(name.removeprefix("gloo:"))
+    if name.startswith(GLOO):
+        kind = None if recorded else classify.collective_kind(name.removeprefix(GLOO))
         return Collective(kind, name, None, NO_GROUP), int(MISSING)
     if not name.startswith("comm:"):
         return None

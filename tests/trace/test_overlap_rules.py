@@ -237,50 +237,6 @@ def test_devices_of_one_file_are_apart(tmp_path: Path) -> None:
     ]
 
 
-def test_host_intervals_without_device_events(tmp_path: Path) -> None:
-    """Our ranges give kind, count and bytes; gloo's annotations and waits only time; compute is per thread."""
-    events = [
-        step(3, 0, 100),
-        operator("aten::mm", 0, 20),
-        operator("aten::nested", 5, 5),
-        annotation("comm:reduce_scatter:mesh_dp:0:4096", 20, 4),
-        operator("c10d::_reduce_scatter_base_", 21, 2),
-        annotation("gloo:all_reduce", 22, 18, tid=300),
-        operator("aten::add", 30, 20),
-        annotation("comm:wait:mesh_dp:0", 50, 10),
-        operator("autograd::engine", 70, 20),
-        annotation("comm:all_gather:mesh_dp:1:8192", 75, 5),
-    ]
-    config = [pg("5", "mesh_dp", [0, 1])]
-    path = write(tmp_path / "t.json", events, pg_config=config)
-    entry = one(path)
-    assert (entry["source"], entry["device"]) == ("host", None)
-    whole = entry["window"]
-    assert whole["comm_ns"] == (40 - 20 + 60 - 50 + 80 - 75) * 1000
-    assert whole["compute_ns"] == (20 + 20 + 15) * 1000
-    assert whole["overlap_ns"] == 10_000
-    assert [(c["kind"], c["count"], c["comm_ns"]) for c in entry["collectives"]] == [
-        ("all_gather", 1, 5_000),
-        ("reduce_scatter", 1, 4_000),
-    ]
-    dimensions = [(d["dimension"], d["comm_ns"]) for d in entry["dimensions"]]
-    assert dimensions == [("mesh_dp", 19_000), ("no group data", 18_000)]
-    assert {(s["step"], s["rule"]) for s in entry["steps"]} == {(3, "launch"), (3, "clip")}
-    captures, _ = read_captures(find_sources(path))
-    assert collective_counts(captures[0].records()) == [
-        {"rank": 0, "step": 3, "dimension": "mesh_dp", "kind": "reduce_scatter", "count": 1, "bytes": 4096},
-        {"rank": 0, "step": 3, "dimension": "mesh_dp", "kind": "all_gather", "count": 1, "bytes": 8192},
-    ]
-
-
-def test_gloo_without_our_ranges_goes_by_its_names(tmp_path: Path) -> None:
-    events = [operator("aten::mm", 0, 20), annotation("gloo:all_reduce", 10, 20, tid=300)]
-    entry = one(write(tmp_path / "t.json", events))
-    assert entry["window"]["overlap_ns"] == 10_000
-    assert [(c["kind"], c["dimension"]) for c in entry["collectives"]] == [("all_reduce", "no group data")]
-    assert any("misname" in note for note in entry["notes"])
-
-
 def test_device_events_leave_host_intervals_out(tmp_path: Path) -> None:
     events = [kernel("gemm", 0, 10), annotation("gloo:all_reduce", 0, 99), operator("aten::mm", 0, 99)]
     entry = one(write(tmp_path / "t.json", events))

@@ -28,11 +28,13 @@ class RankFiles:
         self._owns_status = os.environ.get(recording.LAUNCHED_VARIABLE) != "1"
         self._facts: dict[str, Any] = {"schema_version": recording.SCHEMA_VERSION, "rank": rank}
         path = recording.steps_path(directory, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._rows = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             raise UsageError(f"{directory} already holds a recording of rank {rank}: choose another folder") from None
+        except OSError as error:
+            raise InputError(path, f"cannot be written: {error.strerror}") from None
 
     def start(self, manifest: Mapping[str, Any], **facts: Any) -> None:
         """What a launcher planned stays: `manifest` only fills in what is not there."""

@@ -64,7 +64,8 @@ class Recorder(harness_config.Recorder):
     On an exception inside `with Recorder` or `step()` (out of memory, interruption and SIGTERM included) it writes
     the open trace, the memory snapshot and the exception's line, and lets the exception go on.
 
-    Raises `UsageError` for a folder that already holds a recording of this rank, or an unknown mode.
+    Raises `UsageError` for a folder that already holds a recording of this rank, or an unknown mode; `InputError`
+    for a folder that cannot be written.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from torch import nn
 from harness import config as harness_config
 from harness import recording
 from harness.config import Window
-from harness.errors import UsageError
+from harness.errors import InputError, UsageError
 from harness.record import Recorder
 from harness.recording import read_recording
 
@@ -267,6 +267,12 @@ def test_folder_with_a_recording_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 1)
     with pytest.raises(UsageError, match="choose another folder"):
         Recorder(tmp_path, config=OFF, device="cpu")
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written: Not a directory"):
+        Recorder(tmp_path / "file", config=OFF, device="cpu")
 
 
 def test_unknown_mode_is_refused(tmp_path: Path) -> None:

@@ -213,16 +213,9 @@ def _validate(config: Trainer.Config) -> None:
     model, layout, training = config.model, config.parallelism, config.training
     positive = {
         "world_size": config.world_size,
-        **{
-            f"model.{n}": getattr(model, n)
-            for n in _names(Decoder.Config)
-            if n not in ("norm_eps", "rope_theta")
-        },
+        **{f"model.{n}": getattr(model, n) for n in _names(Decoder.Config) if n not in ("norm_eps", "rope_theta")},
         **{f"parallelism.{n}": getattr(layout, n) for n in ("dp_replicate", "cp", "tp", "pp")},
-        **{
-            f"training.{n}": getattr(training, n)
-            for n in ("steps", "micro_batch_size", "seq_len", "init_timeout_s")
-        },
+        **{f"training.{n}": getattr(training, n) for n in ("steps", "micro_batch_size", "seq_len", "init_timeout_s")},
         "recorder.max_history_entries": config.recorder.max_history_entries,
     }
     for name, value in positive.items():
@@ -233,9 +226,7 @@ def _validate(config: Trainer.Config) -> None:
     )
     for name in ("dp_replicate", "cp", "pp"):
         degree = getattr(layout, name)
-        _require(
-            degree == 1, f"parallelism.{name}={degree}: this version trains dp_shard × tp only; set it to 1"
-        )
+        _require(degree == 1, f"parallelism.{name}={degree}: this version trains dp_shard × tp only; set it to 1")
 
     others = layout.dp_replicate * layout.cp * layout.tp * layout.pp
     if layout.dp_shard == -1:
@@ -285,9 +276,7 @@ def _validate(config: Trainer.Config) -> None:
     _require(config.optimizer.lr >= 0, f"optimizer.lr={config.optimizer.lr} must not be negative")
     for name in ("trace", "memory"):
         window = getattr(config.recorder, name)
-        _require(
-            window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative"
-        )
+        _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")
 
 
 def _require(holds: bool, message: str) -> None:
@@ -372,11 +361,7 @@ def with_overrides(config: Trainer.Config, overrides: list[tuple[str, str]]) -> 
             close = difflib.get_close_matches(dotted, names, n=3, cutoff=0.5) or [
                 n for n in names if n.split(".")[-1] == dotted.split(".")[-1]
             ]
-            hint = (
-                f"; did you mean {' or '.join('--' + c for c in close)}?"
-                if close
-                else " (--print-config lists all)"
-            )
+            hint = f"; did you mean {' or '.join('--' + c for c in close)}?" if close else " (--print-config lists all)"
             raise UsageError(f"no field --{dotted}{hint}")
         *path, leaf = dotted.split(".")
         node = tree

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +32,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
 
 class Decoder:
-    """A Llama decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, untied embeddings."""
+    """A Llama decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -43,6 +44,8 @@ class Decoder:
         n_kv_heads: int = 4
         ffn_dim: int = 768
         """Width of the feed-forward network between w1/w3 and w2."""
+        tied_embeddings: bool = False
+        """The head uses the embedding's matrix (Llama 3.2 1B and 3B)."""
         norm_eps: float = 1e-5
         rope_theta: float = 500_000.0
 
@@ -64,16 +67,17 @@ class Decoder:
         @property
         def params(self) -> int:
             """Parameters of the whole model: embedding, blocks, last norm, head."""
-            return self.n_layers * self.block_params + 2 * self.vocab_size * self.dim + self.dim
+            matrices = 1 if self.tied_embeddings else 2
+            return self.n_layers * self.block_params + matrices * self.vocab_size * self.dim + self.dim
 
         def flops_per_token(self, seq_len: int) -> int:
             """Matrix-product operations of forward and backward for one token.
 
-            6 per parameter that multiplies (the embedding is a look-up) plus 12·layers·dim·seq_len for causal
+            6 per parameter that multiplies (looking up an embedding does not) plus 12·layers·dim·seq_len for causal
             attention counted in full, the convention of PaLM (arXiv 2204.02311, appendix B), nanoGPT and
             torchtitan, so that MFU compares with theirs.
             """
-            matmul_params = self.params - self.vocab_size * self.dim
+            matmul_params = self.params - (0 if self.tied_embeddings else self.vocab_size * self.dim)
             return 6 * matmul_params + 12 * self.n_layers * self.dim * seq_len
 
         def build(self, *, seq_len: int) -> DecoderImpl:
@@ -89,6 +93,7 @@ class Parallelism:
     @dataclass(kw_only=True, slots=True)
     class Config:
         dp_replicate: int = 1
+        """HSDP: copies of the sharded model, their gradients all-reduced (2-D data parallelism with dp_shard)."""
         dp_shard: int = -1
         """FSDP2 shard degree; -1 takes the ranks that the other degrees leave."""
         cp: int = 1
@@ -97,8 +102,8 @@ class Parallelism:
         sequence_parallel: bool = True
         """Keeps activations between tensor-parallel regions sharded over the sequence (tp > 1)."""
         reshard_after_forward: Literal["default", "always", "never"] = "default"
-        """`default`: every FSDP unit except the last one (norm and head) is freed after its forward;
-        `always`: that one too; `never`: all stay gathered until their backward."""
+        """`default`: every FSDP unit except the last one (norm and head, with the embedding if tied) is freed after
+        its forward; `always`: that one too; `never`: all stay gathered until their backward."""
 
 
 class Optimizer:
@@ -111,6 +116,21 @@ class Optimizer:
         weight_decay: float = 0.1
         implementation: Literal["auto", "fused", "foreach"] = "auto"
         """AdamW kernel; `auto` is fused on CUDA and foreach on CPU."""
+        warmup_steps: int = 0
+        """Steps over which the learning rate rises linearly to `lr`."""
+        schedule: Literal["constant", "cosine"] = "constant"
+        """After the warm-up: `lr` throughout, or a half cosine down to `min_lr_factor`·lr at the last step."""
+        min_lr_factor: float = 0.1
+
+        def lr_at(self, step: int, steps: int) -> float:
+            """The learning rate of `step` (from 0) of a run of `steps`."""
+            if step < self.warmup_steps:
+                return self.lr * (step + 1) / self.warmup_steps
+            if self.schedule == "constant":
+                return self.lr
+            progress = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+            cosine = (1 + math.cos(math.pi * progress)) / 2
+            return self.lr * (self.min_lr_factor + (1 - self.min_lr_factor) * cosine)
 
         def resolved(self, target: Literal["cuda", "cpu"]) -> Literal["fused", "foreach"]:
             if self.implementation == "auto":
@@ -121,10 +141,13 @@ class Optimizer:
 class Data:
     @dataclass(kw_only=True, slots=True)
     class Config:
-        dataset: Literal["synthetic"] = "synthetic"
-        """`synthetic`: token sequences that are a function of seed, step and sample, with structure to learn."""
+        dataset: Literal["synthetic", "text"] = "synthetic"
+        """`synthetic`: token sequences that are a function of seed, step and sample, with structure to learn.
+        `text`: documents of a local file, byte by byte, packed into full sequences."""
+        path: str | None = None
+        """`text`: a file with one JSON object per line, its document under `text`."""
         ignored_share: float = 0.0
-        """Share of the labels masked out of the loss (0 to below 1); makes valid-token counts uneven."""
+        """`synthetic`: share of the labels masked out of the loss (0 to below 1); valid-token counts get uneven."""
 
 
 class Training:
@@ -133,7 +156,9 @@ class Training:
         device: Literal["auto", "cuda", "cpu"] = "auto"
         steps: int = 10
         micro_batch_size: int = 1
-        """Sequences per data-parallel rank and step."""
+        """Sequences per data-parallel rank and forward."""
+        accumulation_steps: int = 1
+        """Micro-batches per optimizer step; the gradients of each are reduced as it ends."""
         seq_len: int = 256
         mixed_precision_param: DType = "bfloat16"
         """Dtype of gathered parameters and of compute; shards, optimizer states and reductions are float32."""
@@ -141,8 +166,27 @@ class Training:
         max_norm: float = 1.0
         """Gradients are clipped to this global 2-norm."""
         seed: int = 0
+        deterministic: bool = False
+        """Deterministic kernels, or an error where torch has none."""
+        gc_interval: int = 50
+        """Python's garbage collector runs every so many steps, tagged `gc`, and never by itself; 0 leaves it alone."""
         init_timeout_s: int = 300
-        """Process-group timeout: a collective that hangs this long ends the run."""
+        """A collective that hangs this long ends the run, until the first step is done."""
+        train_timeout_s: int = 100
+        """The same from the second step on."""
+
+
+class Checkpoint:
+    """Model, optimizer, data position and step through torch.distributed.checkpoint."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        interval: int = 0
+        """Saved into the recording every so many steps; 0 saves none."""
+        keep: int = 2
+        """How many of the latest stay."""
+        load: str | None = None
+        """A recording to go on from: the latest checkpoint in it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,7 +232,14 @@ class Trainer:
         training: Training.Config = field(default_factory=Training.Config)
         optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
         data: Data.Config = field(default_factory=Data.Config)
+        checkpoint: Checkpoint.Config = field(default_factory=Checkpoint.Config)
         recorder: Recorder.Config = field(default_factory=Recorder.Config)
+
+        @property
+        def tokens_per_step(self) -> int:
+            """Tokens of one data-parallel rank in one optimizer step."""
+            training = self.training
+            return training.micro_batch_size * training.seq_len * training.accumulation_steps
 
         def build(self, directory: Path) -> TrainerImpl:
             """The trainer of this rank (torchrun's environment says which); raises as `validate` does."""
@@ -206,86 +257,9 @@ class Trainer:
 
         def validate(self) -> None:
             """Raises `UsageError`, one line that says what to change, for a configuration that cannot run."""
-            _validate(self)
+            from harness.validation import validate
 
-
-def _validate(config: Trainer.Config) -> None:
-    model, layout, training = config.model, config.parallelism, config.training
-    positive = {
-        "world_size": config.world_size,
-        **{f"model.{n}": getattr(model, n) for n in _names(Decoder.Config) if n not in ("norm_eps", "rope_theta")},
-        **{f"parallelism.{n}": getattr(layout, n) for n in ("dp_replicate", "cp", "tp", "pp")},
-        **{f"training.{n}": getattr(training, n) for n in ("steps", "micro_batch_size", "seq_len", "init_timeout_s")},
-        "recorder.max_history_entries": config.recorder.max_history_entries,
-    }
-    for name, value in positive.items():
-        _require(value >= 1, f"{name}={value} must be at least 1")
-    _require(
-        layout.dp_shard >= 1 or layout.dp_shard == -1,
-        f"parallelism.dp_shard={layout.dp_shard} must be at least 1, or -1",
-    )
-    for name in ("dp_replicate", "cp", "pp"):
-        degree = getattr(layout, name)
-        _require(degree == 1, f"parallelism.{name}={degree}: this version trains dp_shard × tp only; set it to 1")
-
-    others = layout.dp_replicate * layout.cp * layout.tp * layout.pp
-    if layout.dp_shard == -1:
-        _require(
-            config.world_size % others == 0,
-            f"world_size={config.world_size} is not divisible by parallelism.tp={layout.tp}: "
-            f"use a multiple of {others} processes, or a tp that divides {config.world_size}",
-        )
-    else:
-        product = others * layout.dp_shard
-        _require(
-            config.world_size == product,
-            f"parallelism.dp_shard={layout.dp_shard} × tp={layout.tp} needs {product} processes, "
-            f"world_size={config.world_size}: set world_size (--nproc) to {product} or parallelism.dp_shard to -1",
-        )
-
-    tp = layout.tp
-    _require(
-        model.dim % model.n_heads == 0,
-        f"model.dim={model.dim} is not divisible by model.n_heads={model.n_heads}",
-    )
-    _require(
-        model.head_dim % 2 == 0,
-        f"model.dim/model.n_heads={model.head_dim} must be even for rotary embeddings",
-    )
-    _require(
-        model.n_heads % model.n_kv_heads == 0,
-        f"model.n_heads={model.n_heads} is not divisible by model.n_kv_heads={model.n_kv_heads}",
-    )
-    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
-        value = getattr(model, name)
-        _require(
-            value % tp == 0,
-            f"model.{name}={value} is not divisible by parallelism.tp={tp}: use a tp that divides it",
-        )
-    if layout.sequence_parallel:
-        _require(
-            training.seq_len % tp == 0,
-            f"training.seq_len={training.seq_len} is not divisible by parallelism.tp={tp} (sequence parallel): "
-            f"use a multiple of {tp} or set parallelism.sequence_parallel to false",
-        )
-    _require(
-        0 <= config.data.ignored_share < 1,
-        f"data.ignored_share={config.data.ignored_share} must be in [0, 1)",
-    )
-    _require(training.max_norm > 0, f"training.max_norm={training.max_norm} must be above 0")
-    _require(config.optimizer.lr >= 0, f"optimizer.lr={config.optimizer.lr} must not be negative")
-    for name in ("trace", "memory"):
-        window = getattr(config.recorder, name)
-        _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UsageError(message)
-
-
-def _names(cls: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(cls)]
+            validate(self)
 
 
 def to_dict(config: Trainer.Config) -> dict[str, Any]:

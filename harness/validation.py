@@ -1,0 +1,124 @@
+"""Which configurations can run at all; everything here is decided before a process starts. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from harness.config import Decoder, Parallelism, Trainer
+from harness.errors import UsageError
+
+POSITIVE_TRAINING = (
+    "steps",
+    "micro_batch_size",
+    "accumulation_steps",
+    "seq_len",
+    "init_timeout_s",
+    "train_timeout_s",
+)
+
+
+def validate(config: Trainer.Config) -> None:
+    """Raises `UsageError`, one line that says what to change, for a configuration that cannot run."""
+    model, layout, training = config.model, config.parallelism, config.training
+    positive = {
+        "world_size": config.world_size,
+        **{
+            f"model.{n}": getattr(model, n)
+            for n in _names(Decoder.Config)
+            if n not in ("norm_eps", "rope_theta", "tied_embeddings")
+        },
+        **{f"parallelism.{n}": getattr(layout, n) for n in ("dp_replicate", "cp", "tp", "pp")},
+        **{f"training.{n}": getattr(training, n) for n in POSITIVE_TRAINING},
+        "checkpoint.keep": config.checkpoint.keep,
+        "recorder.max_history_entries": config.recorder.max_history_entries,
+    }
+    for name, value in positive.items():
+        _require(value >= 1, f"{name}={value} must be at least 1")
+    _require(
+        layout.dp_shard >= 1 or layout.dp_shard == -1,
+        f"parallelism.dp_shard={layout.dp_shard} must be at least 1, or -1",
+    )
+    for name in ("cp", "pp"):
+        degree = getattr(layout, name)
+        _require(
+            degree == 1, f"parallelism.{name}={degree}: this version trains dp_replicate × dp_shard × tp; set it to 1"
+        )
+
+    others = layout.dp_replicate * layout.cp * layout.tp * layout.pp
+    if layout.dp_shard == -1:
+        _require(
+            config.world_size % others == 0,
+            f"world_size={config.world_size} is not divisible by {_degrees(layout)}: "
+            f"use a multiple of {others} processes, or degrees that divide {config.world_size}",
+        )
+    else:
+        product = others * layout.dp_shard
+        _require(
+            config.world_size == product,
+            f"parallelism.dp_shard={layout.dp_shard} × {_degrees(layout)} needs {product} processes, "
+            f"world_size={config.world_size}: set world_size (--nproc) to {product} or parallelism.dp_shard to -1",
+        )
+
+    tp = layout.tp
+    _require(
+        model.dim % model.n_heads == 0,
+        f"model.dim={model.dim} is not divisible by model.n_heads={model.n_heads}",
+    )
+    _require(
+        model.head_dim % 2 == 0,
+        f"model.dim/model.n_heads={model.head_dim} must be even for rotary embeddings",
+    )
+    _require(
+        model.n_heads % model.n_kv_heads == 0,
+        f"model.n_heads={model.n_heads} is not divisible by model.n_kv_heads={model.n_kv_heads}",
+    )
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        value = getattr(model, name)
+        _require(
+            value % tp == 0,
+            f"model.{name}={value} is not divisible by parallelism.tp={tp}: use a tp that divides it",
+        )
+    if layout.sequence_parallel:
+        _require(
+            training.seq_len % tp == 0,
+            f"training.seq_len={training.seq_len} is not divisible by parallelism.tp={tp} (sequence parallel): "
+            f"use a multiple of {tp} or set parallelism.sequence_parallel to false",
+        )
+    _require(
+        0 <= config.data.ignored_share < 1,
+        f"data.ignored_share={config.data.ignored_share} must be in [0, 1)",
+    )
+    _require(training.max_norm > 0, f"training.max_norm={training.max_norm} must be above 0")
+    _require(config.optimizer.lr >= 0, f"optimizer.lr={config.optimizer.lr} must not be negative")
+    _require(
+        0 <= config.optimizer.min_lr_factor <= 1,
+        f"optimizer.min_lr_factor={config.optimizer.min_lr_factor} must be in [0, 1]",
+    )
+    for name, value in {
+        "optimizer.warmup_steps": config.optimizer.warmup_steps,
+        "training.gc_interval": training.gc_interval,
+        "checkpoint.interval": config.checkpoint.interval,
+    }.items():
+        _require(value >= 0, f"{name}={value} must not be negative")
+    _require(
+        config.data.dataset != "text" or bool(config.data.path),
+        "data.dataset=text needs data.path, a file with one JSON object per line",
+    )
+    for name in ("trace", "memory"):
+        window = getattr(config.recorder, name)
+        _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")
+
+
+def _degrees(layout: Parallelism.Config) -> str:
+    """The degrees a user set besides dp_shard: tp always, others where they are larger than 1."""
+    names = [name for name in ("dp_replicate", "cp", "pp") if getattr(layout, name) > 1]
+    return " × ".join(f"{name}={getattr(layout, name)}" for name in [*names, "tp"])
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+def _names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.config import Trainer
+from harness.errors import UsageError
 from harness.ledger.communication import Collective, by_dimension_and_kind, collectives
 from harness.ledger.layout import MEANINGS
 from harness.ledger.operators import Target
@@ -98,9 +99,16 @@ def predict(
 ) -> Prediction:
     """Predicts memory and communication of every rank; `implementation` describes a trainer other than harness's.
 
-    Raises `UsageError` as `Trainer.Config.validate` does.
+    Raises `UsageError` as `Trainer.Config.validate` does, and for what the ledger does not cover.
     """
     config.validate()
+    for name, unsupported in {
+        "parallelism.dp_replicate": config.parallelism.dp_replicate > 1,
+        "model.tied_embeddings": config.model.tied_embeddings,
+        "training.accumulation_steps": config.training.accumulation_steps > 1,
+    }.items():
+        if unsupported:
+            raise UsageError(f"the ledger cannot predict {name} yet: leave it at its default")
     tp = config.parallelism.tp
     alike: dict[int, RankMemory] = {}
     ranks = []

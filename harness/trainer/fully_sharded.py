@@ -25,8 +25,10 @@ def fully_shard_decoder(
 ) -> None:
     """Wraps embedding, every layer, and norm with head as one unit each; then the root, which owns nothing itself.
 
-    The last unit is needed first in backward: `default` keeps it gathered. Gradients are summed, not averaged:
-    the loss is already divided by the valid tokens of all ranks. A mesh of one rank installs mixed precision only.
+    A tied embedding belongs to the unit of the head: one parameter cannot be in two. The last unit is needed first
+    in backward: `default` keeps it gathered. A two-dimensional mesh replicates over its first axis (HSDP), one of a
+    single rank installs mixed precision only. Gradients are summed, not averaged: the loss is already divided by the
+    valid tokens of all ranks.
     """
     # DTensor.to_local gives a view; nothing here writes to a unit's output in place, which is what this is about.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -35,11 +37,14 @@ def fully_shard_decoder(
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
     }
     free = policy != "never"
-    if model.tok_embeddings is not None:
+    tied = model.config.tied_embeddings
+    if model.tok_embeddings is not None and not tied:
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=free)
     for layer in model.layers.values():
         fully_shard(layer, **options, reshard_after_forward=free)
-    ends: list[nn.Module] = [module for module in (model.norm, model.lm_head) if module is not None]
+    ends: list[nn.Module] = [
+        module for module in (model.tok_embeddings if tied else None, model.norm, model.lm_head) if module is not None
+    ]
     if ends:
         fully_shard(ends, **options, reshard_after_forward=policy == "always")
     fully_shard(model, **options)

@@ -11,6 +11,8 @@ from harness.config import Trainer
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost to innermost: pipeline stages are furthest apart, tensor-parallel ranks are neighbours."""
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Ranks that differ on these see different samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,21 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
     if axis not in (mesh.mesh_dim_names or ()) or mesh[axis].size() == 1:
         return None
     return mesh.get_group(axis)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What FSDP2 shards over (`dp_shard`), with the axis it replicates over where there is one (HSDP)."""
+    axes = tuple(axis for axis in DATA_AXES if axis in (mesh.mesh_dim_names or ()))
+    return mesh[axes] if len(axes) > 1 else mesh[axes[0]]
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """This rank's number among those that see different samples, `dp_replicate` outermost."""
+    number = 0
+    for axis in DATA_AXES:
+        if axis in (mesh.mesh_dim_names or ()):
+            number = number * mesh[axis].size() + mesh.get_local_rank(axis)
+    return number
 
 
 def axis_ranks(mesh: DeviceMesh) -> dict[str, list[int]]:

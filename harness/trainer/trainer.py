@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from harness.trainer.loss import IGNORE_INDEX, cross_entropy_sum
 from harness.trainer.model.decoder import Decoder
 from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
-from harness.trainer.parallel_dims import ParallelDims, axis_group, axis_ranks
+from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh, data_rank
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
@@ -41,80 +42,101 @@ class Trainer(config.Trainer):
         self.config = config
         self.directory = directory
         self.device = local_device(config.training.device)
+        if config.training.deterministic:
+            use_deterministic_kernels()
         self.dims = ParallelDims.from_config(config)
 
     def train(self) -> list[float]:
         """Trains `training.steps` steps into a recording at `directory`; returns the global loss of every step."""
-        with process_group(self.device, self.config.training.init_timeout_s):
-            mesh = self.dims.build_mesh(self.device.type)
-            self.dp_group, self.tp_group = axis_group(mesh, "dp_shard"), axis_group(mesh, "tp")
-            self.dp_rank = mesh.get_local_rank("dp_shard")
-            training = self.config.training
+        training = self.config.training
+        with process_group(self.device, training.init_timeout_s), controlled_gc(training.gc_interval):
+            self.mesh = self.dims.build_mesh(self.device.type)
+            self.data_groups = [group for axis in DATA_AXES if (group := axis_group(self.mesh, axis)) is not None]
+            self.tp_group = axis_group(self.mesh, "tp")
             recorder = self.config.recorder.build(
                 self.directory,
                 device=self.device,
                 run_config=config.to_dict(self.config),
-                mesh=axis_ranks(mesh),
+                mesh=axis_ranks(self.mesh),
                 mode="shared-gpu" if shares_its_gpu(self.device) else None,
-                tokens_per_step=training.micro_batch_size * training.seq_len,
+                tokens_per_step=self.config.tokens_per_step,
                 flops_per_token=self.config.model.flops_per_token(training.seq_len),
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
             )
             with recorder:
                 with recorder.category("parameter"):
-                    self.model = self._build_model(mesh)
+                    self.model = self._build_model()
                 self.optimizer = build_optimizer(self.config.optimizer, self.model.parameters(), self.device)
-                return [self._step(step, mesh, recorder) for step in range(training.steps)]
+                losses: list[torch.Tensor] = []
+                for step in range(training.steps):
+                    losses.append(self._step(step, recorder))
+                    if step == 0:  # compilation and connections are done: what takes long from here on hangs
+                        set_timeouts(self.mesh, training.train_timeout_s)
+                return [loss.item() for loss in losses]
 
-    def _build_model(self, mesh: DeviceMesh) -> Decoder:
+    def _build_model(self) -> Decoder:
         training, layout = self.config.training, self.config.parallelism
         with torch.device("meta"):
             model = self.config.model.build(seq_len=training.seq_len)
         if self.dims.tp > 1:
-            shard_decoder(model, mesh["tp"], sequence_parallel=layout.sequence_parallel)
+            shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel)
         fully_shard_decoder(
             model,
-            mesh["dp_shard"],
+            data_mesh(self.mesh),
             param_dtype=DTYPES[training.mixed_precision_param],
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             policy=layout.reshard_after_forward,
         )
         model.to_empty(device=self.device)
+        model.tie_embeddings()
         initialise(model, training.seed)
         return model
 
-    def _step(self, step: int, mesh: DeviceMesh, recorder: Recorder) -> float:
-        """One optimizer step; returns the loss averaged over the valid tokens of all ranks."""
-        with recorder.step():
-            tokens, labels = self._batch(step)
+    def _step(self, step: int, recorder: Recorder) -> torch.Tensor:
+        """One optimizer step; returns the loss averaged over the valid tokens of all ranks and micro-batches, still
+        on the device: reading it here would make the host wait for every step."""
+        training = self.config.training
+        collects = training.gc_interval > 0 and step > 0 and step % training.gc_interval == 0
+        with recorder.step(tags=["gc"] if collects else []):
+            if collects:
+                gc.collect(1)
+            batches = [self._batch(step, micro_batch) for micro_batch in range(training.accumulation_steps)]
             self.optimizer.zero_grad(set_to_none=True)
-            valid = (labels != IGNORE_INDEX).sum()
-            if self.dp_group is not None:
-                dist.all_reduce(valid, group=self.dp_group)
+            valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
+            self._sum_over_data(valid)
 
-            with recorder.phase("forward"):
-                # No name is kept for the logits: they must not outlive what backward needs of them.
-                loss = cross_entropy_sum(self.model(tokens), labels, self.tp_group) / valid
-            with recorder.phase("backward"):
-                loss.backward()
+            total = torch.zeros((), device=self.device)
+            for tokens, labels in batches:
+                with recorder.phase("forward"):
+                    # No name is kept for the logits: they must not outlive what backward needs of them.
+                    loss = cross_entropy_sum(self.model(tokens), labels, self.tp_group) / valid
+                with recorder.phase("backward"):
+                    loss.backward()
+                total += loss.detach()
             with recorder.phase("optimizer"):
-                grad_norm = clip_grad_norm_(self.model.parameters(), self.config.training.max_norm, mesh)
+                grad_norm = clip_grad_norm_(self.model.parameters(), training.max_norm, self.mesh)
+                lr = self.config.optimizer.lr_at(step, training.steps)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
                 self.optimizer.step()
 
-            loss = loss.detach()
-            if self.dp_group is not None:
-                dist.all_reduce(loss, group=self.dp_group)
-            recorder.log(loss=loss, grad_norm=grad_norm)
-        return loss.item()
+            self._sum_over_data(total)
+            recorder.log(loss=total, grad_norm=grad_norm, lr=lr)
+        return total
 
-    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sum_over_data(self, value: torch.Tensor) -> None:
+        """Adds up a 0-d tensor over all ranks that see different samples, one axis after the other."""
+        for group in self.data_groups:
+            dist.all_reduce(value, group=group)
+
+    def _batch(self, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This data-parallel rank's tokens and labels, int64 [micro_batch, seq]; tensor-parallel ranks share them."""
         training = self.config.training
         tokens, labels = synthetic_batch(
             self.config.data,
             seed=training.seed,
             step=step,
-            first_sample=self.dp_rank * training.micro_batch_size,
+            first_sample=(data_rank(self.mesh) * training.accumulation_steps + micro_batch) * training.micro_batch_size,
             batch=training.micro_batch_size,
             seq_len=training.seq_len,
             vocab_size=self.config.model.vocab_size,
@@ -152,3 +174,33 @@ def process_group(device: torch.device, timeout_s: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def set_timeouts(mesh: DeviceMesh, seconds: int) -> None:
+    """From now on a collective of any group that hangs this long ends the run."""
+    groups = [group for axis in mesh.mesh_dim_names or () if (group := axis_group(mesh, axis)) is not None]
+    for group in [dist.group.WORLD, *groups]:
+        # torch up to 2.13 has no public way; dist.set_timeout comes later.
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def use_deterministic_kernels() -> None:
+    """Makes every kernel deterministic, or an error where torch has none; cuBLAS needs its workspace fixed for it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory would add kernels to every step, and nothing here reads what it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def controlled_gc(interval: int) -> Iterator[None]:
+    """Keeps Python's garbage collector from stopping ranks one after the other at random; see `Training.Config`."""
+    if interval == 0:
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

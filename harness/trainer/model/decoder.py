@@ -38,11 +38,18 @@ class Decoder(config.Decoder, nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_embeddings()
         self.register_buffer("rotary", self._rotary_table(), persistent=False)
 
     def _rotary_table(self) -> torch.Tensor:
         device = self.rotary.device if "rotary" in self._buffers else torch.get_default_device()
         return rotary_table(self.seq_len, self.config.head_dim, self.config.rope_theta, device)
+
+    def tie_embeddings(self) -> None:
+        """Makes the head use the embedding's parameter where the configuration says so; again after anything that
+        replaces parameters module by module (sharding, `to_empty`)."""
+        if self.config.tied_embeddings and self.lm_head is not None and self.tok_embeddings is not None:
+            self.lm_head.weight = self.tok_embeddings.weight
 
     def recompute_buffers(self) -> None:
         """Fills what `to_empty` left undefined and no checkpoint holds."""

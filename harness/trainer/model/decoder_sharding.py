@@ -41,3 +41,4 @@ def shard_decoder(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) 
     if model.lm_head is not None:
         head = ShardingConfig(states={"weight": Shard(0)}, in_src=between, in_dst=Replicate(), out_dst=Shard(2))
         shard_module(model.lm_head, head, mesh)
+    model.tie_embeddings()

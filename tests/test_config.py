@@ -49,8 +49,13 @@ def test_built_in_modules_offer_these_runs():
 
 def test_parameters_of_llama():
     # 1B: 1,235,814,400 of the tied original and a head of 128,256 × 2,048; 8B: Meta's own figure, untied.
-    assert recipes.load_config("llama3", "llama3_1b").model.params == 1_235_814_400 + 128_256 * 2_048
+    assert recipes.load_config("llama3", "llama3_1b").model.params == 1_235_814_400
+    untied = recipes.load_config("llama3", "llama3_1b_untied_fsdp4_tp2")
+    assert untied.model.params == 1_235_814_400 + 128_256 * 2_048
+    assert recipes.load_config("llama3", "llama3_3b").model.params == 3_212_749_824
     assert recipes.load_config("llama3", "llama3_8b").model.params == 8_030_261_248
+    assert recipes.load_config("llama3", "llama3_70b").model.params == 70_553_706_496
+    assert recipes.load_config("llama3", "llama3_405b").model.params == 405_853_388_800
 
 
 def test_overrides_replace_fields_and_the_last_one_wins():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,41 +13,48 @@ from harness.trainer.fully_sharded import fully_shard_decoder
 from harness.trainer.initialise import _offset, initialise
 from harness.trainer.model.decoder import Decoder as Model
 from harness.trainer.model.decoder_sharding import shard_decoder
-from harness.trainer.parallel_dims import ParallelDims
+from harness.trainer.parallel_dims import ParallelDims, data_mesh
 
 # 6 rows of norm-free matrices over 4 shards are uneven: torch.chunk gives 2, 2, 2, 0.
 MODEL = Decoder.Config(vocab_size=30, dim=12, n_layers=2, n_heads=6, n_kv_heads=2, ffn_dim=22)
 
 
-def whole(seed: int = 3) -> Model:
-    model = MODEL.build(seq_len=8)
+TIED = replace(MODEL, tied_embeddings=True)
+
+
+def whole(seed: int = 3, shape: Decoder.Config = MODEL) -> Model:
+    model = shape.build(seq_len=8)
     initialise(model, seed)
     return model
 
 
-def sharded(dp_shard: int, tp: int, seed: int = 3) -> Model:
-    config = Trainer.Config(world_size=dp_shard * tp, model=MODEL)
-    config.parallelism.dp_shard, config.parallelism.tp = dp_shard, tp
+def sharded(dp_shard: int, tp: int, dp_replicate: int = 1, shape: Decoder.Config = MODEL, seed: int = 3) -> Model:
+    config = Trainer.Config(world_size=dp_replicate * dp_shard * tp, model=shape)
+    layout = config.parallelism
+    layout.dp_shard, layout.tp, layout.dp_replicate = dp_shard, tp, dp_replicate
     mesh = ParallelDims.from_config(config).build_mesh("cpu")
     with torch.device("meta"):
-        model = MODEL.build(seq_len=8)
+        model = shape.build(seq_len=8)
     if tp > 1:
         shard_decoder(model, mesh["tp"], sequence_parallel=True)
-    fully_shard_decoder(
-        model, mesh["dp_shard"], param_dtype=torch.float32, reduce_dtype=torch.float32, policy="default"
-    )
+    fully_shard_decoder(model, data_mesh(mesh), param_dtype=torch.float32, reduce_dtype=torch.float32, policy="default")
     model.to_empty(device="cpu")
+    model.tie_embeddings()
     initialise(model, seed)
     return model
 
 
-@pytest.mark.parametrize(("dp_shard", "tp"), [(4, 1), (1, 2), (2, 2), (4, 2), (3, 2)])
-def test_the_shards_of_all_ranks_are_the_single_process_weights(fake_world, dp_shard, tp):
-    expected = {name: parameter.detach() for name, parameter in whole().named_parameters()}
+@pytest.mark.parametrize(
+    ("dp_shard", "tp", "dp_replicate", "shape"),
+    [(4, 1, 1, MODEL), (1, 2, 1, MODEL), (2, 2, 1, TIED), (4, 2, 1, MODEL), (3, 2, 1, TIED), (2, 1, 2, MODEL)],
+)
+def test_the_shards_of_all_ranks_are_the_single_process_weights(fake_world, dp_shard, tp, dp_replicate, shape):
+    expected = {name: parameter.detach() for name, parameter in whole(shape=shape).named_parameters()}
     covered = {name: torch.zeros(p.shape, dtype=torch.int) for name, p in expected.items()}
-    for rank in range(dp_shard * tp):
-        with fake_world(rank, dp_shard * tp):
-            for name, parameter in sharded(dp_shard, tp).named_parameters():
+    world_size = dp_replicate * dp_shard * tp
+    for rank in range(world_size):
+        with fake_world(rank, world_size):
+            for name, parameter in sharded(dp_shard, tp, dp_replicate, shape).named_parameters():
                 assert isinstance(parameter, DTensor)
                 local = parameter.to_local()
                 start = _offset(parameter)
@@ -54,7 +63,7 @@ def test_the_shards_of_all_ranks_are_the_single_process_weights(fake_world, dp_s
                 covered[name][place] += 1
     for name, count in covered.items():
         assert count.min() >= 1, f"{name}: some element is on no rank"
-        copies = 1 if "norm" not in name else tp
+        copies = dp_replicate * (tp if "norm" in name else 1)
         assert count.max() == copies, name
 
 
@@ -84,3 +93,13 @@ def test_the_rotary_table_survives_to_empty():
     initialise(model, 0)
     assert torch.equal(model.rotary, whole().rotary)
     assert "rotary" not in model.state_dict()
+
+
+def test_a_tied_head_is_the_embedding_through_sharding_and_materialising(fake_world):
+    with fake_world(1, 4):
+        model = sharded(2, 2, shape=TIED)
+        assert model.lm_head.weight is model.tok_embeddings.weight
+        names = [name for name, _ in model.named_parameters()]
+        assert "tok_embeddings.weight" in names
+        assert "lm_head.weight" not in names
+        assert sum(p.numel() for p in model.parameters()) == TIED.params

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pool import Pool
 
 SHARED = Path(os.environ.get("MESHSCOPE_SHARED") or Path(__file__).parents[2] / "shared")
 
@@ -27,3 +29,11 @@ def cases() -> Path:
 def recordings() -> Path:
     """Real recordings: `<name>/rankR_trace.json.gz`, `<name>/rankR_snapshot.pickle`."""
     return shared_folder("recordings")
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Four ranks for every distributed test of the session."""
+    workers = Pool(4, tmp_path_factory.mktemp("pool"))
+    yield workers
+    workers.close()

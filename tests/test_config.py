@@ -43,12 +43,17 @@ def test_built_in_modules_offer_these_runs():
         ("debug", "single"),
         ("llama3", "llama3_1b"),
         ("llama3", "llama3_1b_fsdp4_tp2"),
+        ("llama3", "llama3_1b_untied_fsdp4_tp2"),
+        ("llama3", "llama3_1b_hsdp"),
+        ("llama3", "llama3_3b"),
         ("llama3", "llama3_8b"),
+        ("llama3", "llama3_70b"),
+        ("llama3", "llama3_405b"),
     ]
 
 
 def test_parameters_of_llama():
-    # 1B: 1,235,814,400 of the tied original and a head of 128,256 × 2,048; 8B: Meta's own figure, untied.
+    # 1B and 3B are tied; an untied 1B has a head of 128,256 × 2,048 more. The sums of the published checkpoints.
     assert recipes.load_config("llama3", "llama3_1b").model.params == 1_235_814_400
     untied = recipes.load_config("llama3", "llama3_1b_untied_fsdp4_tp2")
     assert untied.model.params == 1_235_814_400 + 128_256 * 2_048

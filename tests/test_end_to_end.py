@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from harness.config import Data, Decoder, Parallelism, Recorder, Trainer, Training, Window
-from harness.launch import launch
 from harness.report import Report, build
 
 pytestmark = pytest.mark.distributed
@@ -53,7 +52,7 @@ def configuration(name: str) -> Trainer.Config:
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory) -> Callable[[str], Report]:
+def recorded(tmp_path_factory, pool) -> Callable[[str], Report]:
     """The report of a run of a layout, run once a session."""
     folder: Path = tmp_path_factory.mktemp("recordings")
     reports: dict[str, Report] = {}
@@ -62,8 +61,7 @@ def recorded(tmp_path_factory) -> Callable[[str], Report]:
         if name not in reports:
             directory = folder / name
             directory.mkdir()
-            status = launch(configuration(name), directory, mode="cpu", timeout_s=120)
-            assert status.state == "complete", status.reason
+            pool.train(configuration(name), directory)
             reports[name] = build(directory)
         return reports[name]
 

@@ -182,11 +182,11 @@ class Checkpoint:
     @dataclass(kw_only=True, slots=True)
     class Config:
         interval: int = 0
-        """Saved into the recording every so many steps; 0 saves none."""
+        """Saved into the recording every so many steps and after the last; 0 saves none."""
         keep: int = 2
         """How many of the latest stay."""
         load: str | None = None
-        """A recording to go on from: the latest checkpoint in it."""
+        """A recording to go on from, at the latest checkpoint in it, or one of its checkpoints."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -30,6 +30,7 @@ import harness
 from harness import recording
 from harness.config import Trainer, to_dict, to_json
 from harness.recording import Status
+from harness.validation import validate_inputs
 from harness.worker import EXIT_TERMINATED, LAUNCH_ID_VARIABLE, STACKS_SIGNAL, die_with_parent
 
 OnStep = Callable[[int, dict[str, Any]], None]
@@ -70,10 +71,11 @@ def launch(
     hung. Ended ranks get `grace_s` after SIGTERM to write what they recorded, then SIGKILL. `program` is what
     torchrun starts on each rank, followed by `directory`.
 
-    Raises `UsageError` before anything is started if `config` cannot run, KeyboardInterrupt after SIGINT, SIGTERM
-    or SIGHUP to this process, once all ranks have ended and status.json says so.
+    Raises `UsageError` or `InputError` before anything is started if `config` cannot run, KeyboardInterrupt after
+    SIGINT, SIGTERM or SIGHUP to this process, once all ranks have ended and status.json says so.
     """
     config.validate()
+    validate_inputs(config)
     directory = directory.resolve()
     launch_id = uuid.uuid4().hex
     child_environment = build_environment(config.world_size, {**(environment or {}), LAUNCH_ID_VARIABLE: launch_id})

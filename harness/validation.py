@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
+from harness.checkpoints import find_checkpoint, read_header
 from harness.config import Decoder, Parallelism, Trainer
 from harness.errors import UsageError
+
+TEXT_TOKENS = 258
+"""Of the byte-level tokenizer: 256 bytes, and one each for the beginning and the end of a document."""
 
 POSITIVE_TRAINING = (
     "steps",
@@ -101,12 +107,38 @@ def validate(config: Trainer.Config) -> None:
     }.items():
         _require(value >= 0, f"{name}={value} must not be negative")
     _require(
-        config.data.dataset != "text" or bool(config.data.path),
-        "data.dataset=text needs data.path, a file with one JSON object per line",
+        config.data.dataset != "text" or model.vocab_size >= TEXT_TOKENS,
+        f"model.vocab_size={model.vocab_size} must be at least {TEXT_TOKENS} for data.dataset=text: "
+        "256 bytes, one token before and one after a document",
     )
     for name in ("trace", "memory"):
         window = getattr(config.recorder, name)
         _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")
+
+
+def validate_inputs(config: Trainer.Config) -> None:
+    """Raises `UsageError` if a file that the run starts from is not there, `InputError` if it cannot be read.
+
+    Apart from `validate`, which also serves those who only look at the configuration of a run of long ago.
+    """
+    data, steps = config.data, config.training.steps
+    if data.dataset == "text":
+        _require(
+            data.path is not None,
+            'data.dataset=text needs --data.path FILE, one JSON object like {"text": "…"} per line',
+        )
+        path = Path(str(data.path))
+        _require(path.exists(), f"data.path={path}: there is no such file (seen from {Path.cwd()})")
+        _require(path.is_file(), f"data.path={path} is not a file: give one with a JSON object per line")
+        _require(os.access(path, os.R_OK), f"data.path={path} cannot be read: permission denied")
+        _require(path.stat().st_size > 0, f"data.path={path} is empty")
+    if config.checkpoint.load is not None:
+        checkpoint = find_checkpoint(Path(config.checkpoint.load))
+        step = read_header(checkpoint).step
+        _require(
+            step < steps,
+            f"checkpoint.load={checkpoint} is at step {step}, training.steps={steps}: set it above {step} to go on",
+        )
 
 
 def _degrees(layout: Parallelism.Config) -> str:

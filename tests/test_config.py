@@ -41,6 +41,7 @@ def test_built_in_modules_offer_these_runs():
         ("debug", "tiny"),
         ("debug", "tiny_fsdp4"),
         ("debug", "single"),
+        ("debug", "text"),
         ("llama3", "llama3_1b"),
         ("llama3", "llama3_1b_fsdp4_tp2"),
         ("llama3", "llama3_1b_untied_fsdp4_tp2"),

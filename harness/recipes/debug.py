@@ -6,7 +6,7 @@ rounding.
 
 from __future__ import annotations
 
-from harness.config import Decoder, Optimizer, Parallelism, Recorder, Trainer, Training, Window
+from harness.config import Data, Decoder, Optimizer, Parallelism, Recorder, Trainer, Training, Window
 
 
 def _small(name: str, world_size: int, parallelism: Parallelism.Config) -> Trainer.Config:
@@ -34,3 +34,13 @@ def tiny_fsdp4() -> Trainer.Config:
 def single() -> Trainer.Config:
     """The same model in one process."""
     return _small("single", 1, Parallelism.Config(dp_shard=1))
+
+
+def text() -> Trainer.Config:
+    """FSDP2 × TP2 on documents of yours, byte by byte (`--data.path FILE`): 4 processes, some 10 steps a second."""
+    run = _small("text", 4, Parallelism.Config(dp_shard=2, tp=2))
+    run.data = Data.Config(dataset="text")
+    run.model.vocab_size = 320  # 258 tokens, and what makes it divide well
+    run.training.steps = 300
+    run.optimizer.warmup_steps, run.optimizer.schedule = 20, "cosine"
+    return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness import config
-from harness.trainer.data import synthetic_batch
+from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
+from harness.trainer.data import build_batches
 from harness.trainer.fully_sharded import fully_shard_decoder
 from harness.trainer.initialise import initialise
 from harness.trainer.loss import IGNORE_INDEX, cross_entropy_sum
@@ -23,6 +24,7 @@ from harness.trainer.model.decoder import Decoder
 from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
 from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh, data_rank
+from harness.validation import validate_inputs
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
@@ -33,12 +35,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Trainer(config.Trainer):
     """One rank of a run: meta model → tensor parallel → FSDP2 → materialise → initialise → optimizer → steps.
 
-    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. Raises UsageError
-    as `Trainer.Config.validate` does.
+    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. Raises `UsageError`
+    and `InputError` as `harness.validation` does.
     """
 
     def __init__(self, config: config.Trainer.Config, directory: Path) -> None:
         config.validate()
+        validate_inputs(config)
         self.config = config
         self.directory = directory
         self.device = local_device(config.training.device)
@@ -47,12 +50,15 @@ class Trainer(config.Trainer):
         self.dims = ParallelDims.from_config(config)
 
     def train(self) -> list[float]:
-        """Trains `training.steps` steps into a recording at `directory`; returns the global loss of every step."""
-        training = self.config.training
+        """Trains up to `training.steps` steps, from where a loaded checkpoint stands, into a recording at `directory`;
+        returns the global loss of every step."""
+        training, load = self.config.training, self.config.checkpoint.load
         with process_group(self.device, training.init_timeout_s), controlled_gc(training.gc_interval):
             self.mesh = self.dims.build_mesh(self.device.type)
             self.data_groups = [group for axis in DATA_AXES if (group := axis_group(self.mesh, axis)) is not None]
             self.tp_group = axis_group(self.mesh, "tp")
+            loaded = None if load is None else agree_on_checkpoint(Path(load))
+            first = loaded[1].step if loaded else 0
             recorder = self.config.recorder.build(
                 self.directory,
                 device=self.device,
@@ -63,15 +69,35 @@ class Trainer(config.Trainer):
                 flops_per_token=self.config.model.flops_per_token(training.seq_len),
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
             )
-            with recorder:
+            recorder.completed_steps = first
+            dp_size = self.dims.dp_replicate * self.dims.dp_shard
+            with (
+                recorder,
+                closing(build_batches(self.config, dp_rank=data_rank(self.mesh), dp_size=dp_size)) as self.batches,
+            ):
                 with recorder.category("parameter"):
                     self.model = self._build_model()
                 self.optimizer = build_optimizer(self.config.optimizer, self.model.parameters(), self.device)
+                recorder.watch(self.model, self.optimizer)
+                checkpoints = Checkpointer(
+                    self.config.checkpoint,
+                    self.directory,
+                    mesh=self.mesh,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    batches=self.batches,
+                )
+                if loaded:
+                    with recorder.category("optimizer_state"):
+                        checkpoints.load(*loaded)
                 losses: list[torch.Tensor] = []
-                for step in range(training.steps):
-                    losses.append(self._step(step, recorder))
-                    if step == 0:  # compilation and connections are done: what takes long from here on hangs
+                for step in range(first, training.steps):
+                    saves = checkpoints.is_due(step + 1, training.steps)
+                    losses.append(self._step(step, recorder, tags=["checkpoint"] if saves else []))
+                    if step == first:  # compilation and connections are done: what takes long from here on hangs
                         set_timeouts(self.mesh, training.train_timeout_s)
+                    if saves:
+                        checkpoints.save(step + 1)
                 return [loss.item() for loss in losses]
 
     def _build_model(self) -> Decoder:
@@ -92,15 +118,15 @@ class Trainer(config.Trainer):
         initialise(model, training.seed)
         return model
 
-    def _step(self, step: int, recorder: Recorder) -> torch.Tensor:
+    def _step(self, step: int, recorder: Recorder, tags: list[str]) -> torch.Tensor:
         """One optimizer step; returns the loss averaged over the valid tokens of all ranks and micro-batches, still
         on the device: reading it here would make the host wait for every step."""
         training = self.config.training
         collects = training.gc_interval > 0 and step > 0 and step % training.gc_interval == 0
-        with recorder.step(tags=["gc"] if collects else []):
+        with recorder.step(tags=[*tags, *(["gc"] if collects else [])]):
             if collects:
                 gc.collect(1)
-            batches = [self._batch(step, micro_batch) for micro_batch in range(training.accumulation_steps)]
+            batches = [self._next_batch() for _ in range(training.accumulation_steps)]
             self.optimizer.zero_grad(set_to_none=True)
             valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
             self._sum_over_data(valid)
@@ -129,18 +155,9 @@ class Trainer(config.Trainer):
         for group in self.data_groups:
             dist.all_reduce(value, group=group)
 
-    def _batch(self, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This data-parallel rank's tokens and labels, int64 [micro_batch, seq]; tensor-parallel ranks share them."""
-        training = self.config.training
-        tokens, labels = synthetic_batch(
-            self.config.data,
-            seed=training.seed,
-            step=step,
-            first_sample=(data_rank(self.mesh) * training.accumulation_steps + micro_batch) * training.micro_batch_size,
-            batch=training.micro_batch_size,
-            seq_len=training.seq_len,
-            vocab_size=self.config.model.vocab_size,
-        )
+        tokens, labels = self.batches.next_batch()
         return tokens.to(self.device), labels.to(self.device)
 
 

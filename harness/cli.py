@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from typing import NoReturn, Protocol, cast
 
 from harness import __version__
-from harness.errors import EXIT_INTERRUPTED, EXIT_USAGE, MeshscopeError, UsageError
+from harness.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, MeshscopeError, UsageError
+from harness.text import printable
 
 # Command -> what `meshscope --help` says. The module is harness.commands.<command>.
 COMMANDS = {
@@ -17,6 +20,7 @@ COMMANDS = {
     "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension",
     "memory": "peaks, stacking and composition of allocator snapshots",
     "ledger": "predicted memory and communication of a run, next to what a recording of it measured",
+    "compare": "one recording against another: what changed, what the runs differ in, and bounds for CI",
     "doctor": "what this machine can run, what is missing and the command for it",
 }
 
@@ -38,7 +42,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line instead of a usage block in front of it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(message)} (see {self.prog} --help)\n")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -90,22 +94,54 @@ def main(argv: list[str] | None = None) -> int:
         args = build_parser(command).parse_args(argv, argparse.Namespace(overrides=overrides))
         return load_command(args.command).run(args)
     except MeshscopeError as error:
-        print(f"meshscope {command}: error: {error}", file=sys.stderr)
+        print(f"meshscope {command}: error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # what no command foresaw: a full disk, a name that the file system does not take
+        place = "" if error.filename is None else f"{error.filename}: "
+        reason = printable(f"{place}{error.strerror or type(error).__name__}")
+        print(f"meshscope {command}: error: {reason}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"meshscope {command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 def entry_point() -> NoReturn:
-    """The console script: quiet when the reader of a pipe goes away."""
+    """The console script: quiet when the reader of a pipe goes away, one line when the output cannot be written."""
+    _open_standard_streams()
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        sys.stderr.close()
-        code = 0
+        code = EXIT_OK
+        _discard_output()
+    except OSError as error:
+        print(f"meshscope: error: standard output: {error.strerror}", file=sys.stderr)
+        code = EXIT_FAILED
+        _discard_output()
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Points standard streams that are closed at nothing, so that no file takes their place, and lets output hold
+    what its encoding lacks."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free one
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """So that the interpreter does not try again, and complain, when it flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,24 @@ def size(value: int | None) -> str:
     return f"{value / GIB:.4f} GiB" if abs(value) >= GIB // 10 else f"{value / MIB:.3f} MiB"
 
 
+def quantity(name: str, value: int | float | None) -> str:
+    """A figure as text, in the unit that its name ends with: `_bytes`, `_ns`, `_pct`; plain otherwise."""
+    if value is None:
+        return "n/a"
+    if name.endswith("_bytes"):
+        return size(int(value))
+    if name.endswith("_ns"):
+        return f"{milliseconds(int(value))} ms"
+    if name.endswith("_pct"):
+        return percent(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def printable(text: str) -> str:
+    """A stranger's text fit for one line: no control, formatting or surrogate characters."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
 def milliseconds(value: int | None) -> str:
     return "n/a" if value is None else f"{value / 1e6:.3f}"
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from harness.report.build import PEAKS, Report
-from harness.text import milliseconds, number, percent, size, table
+from harness.compare.steps import PEAKS
+from harness.report.build import Report
+from harness.text import milliseconds, number, percent, printable, quantity, size, table
 
 STEPS_SHOWN = 12
 RANKS_SHOWN = 8
 LINES_SHOWN = 8
+FINDINGS_SHOWN = 5
 
 MEMORY_SOURCES = {
     "cuda_allocator": "allocated, by the CUDA caching allocator",
@@ -22,7 +24,14 @@ MEMORY_SOURCES = {
 
 def render(report: Report) -> str:
     """The whole text; sections without input are left out, what is missing is said."""
-    sections = [_head(report), _steps(report), _ranks(report), _overlap(report), _communication(report)]
+    sections = [
+        _head(report),
+        _findings(report),
+        _steps(report),
+        _ranks(report),
+        _overlap(report),
+        _communication(report),
+    ]
     sections += [_ledger(report), _snapshots(report)]
     return "\n\n".join("\n".join(lines) for section in sections if (lines := list(section)))
 
@@ -53,6 +62,27 @@ def _head(report: Report) -> Iterator[str]:
         yield f"  {recording.status.state}{reason}"
     if recording.missing_ranks:
         yield f"  without a step: rank {', '.join(map(str, recording.missing_ranks))}"
+
+
+def _findings(report: Report) -> Iterator[str]:
+    if not report.findings:
+        return
+    yield "Findings"
+    for finding in report.findings[:FINDINGS_SHOWN]:
+        yield f"  {finding.severity:6}  {printable(finding.title)}"
+        yield f"          {printable(finding.where)}"
+        figures = ", ".join(f"{name} {evidence_text(name, value)}" for name, value in finding.evidence.items())
+        if figures:
+            yield f"          {printable(figures)}"
+        if finding.severity != "info":
+            yield f"          → {printable(finding.advice)}"
+    if len(report.findings) > FINDINGS_SHOWN:
+        yield f"  {len(report.findings) - FINDINGS_SHOWN} more: --json, --html"
+
+
+def evidence_text(name: str, value: object) -> str:
+    """A figure of a finding, or a name in it, as text."""
+    return quantity(name, value) if value is None or isinstance(value, int | float) else str(value)
 
 
 def _steps(report: Report) -> Iterator[str]:
@@ -166,6 +196,8 @@ def _communication(report: Report) -> Iterator[str]:
 def _ledger(report: Report) -> Iterator[str]:
     prediction = report.prediction
     if prediction is None:
+        if report.not_predicted:
+            yield f"No prediction: {report.not_predicted}"
         return
     yield f"Ledger: allocated peak from the second step on, predicted for {prediction.target} and measured"
     rows = [

@@ -68,6 +68,7 @@ class Capture:
     dropped: dict[str, int]
     notes: list[str] = field(default_factory=list)
     order: int = 0
+    world_size: int | None = None
 
     @property
     def worker(self) -> str:
@@ -151,6 +152,7 @@ def capture_of(file: SourceFile, trace: Trace, mesh: Mesh | None = None) -> Capt
         launches_without_event=launches_without_event(trace),
         dropped=trace.dropped,
         notes=notes,
+        world_size=trace.world_size,
     )
 
 

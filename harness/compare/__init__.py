@@ -1,0 +1,42 @@
+"""Joins: a recording with the ledger's prediction for its configuration, and one run with another.
+
+`against_ledger` puts measured peaks and collectives beside predicted ones. `measured` reads a path, `metrics` reduces
+it to one number each, `runs` compares two of them, `gate` decides `--fail-on`.
+"""
+
+from harness.compare.against_ledger import (
+    Communication,
+    axis_of,
+    communication,
+    put_beside,
+    recorded_config,
+    recorded_target,
+    require_same,
+    steady_peaks,
+)
+from harness.compare.gate import Bound, GateResult, check, parse_bound
+from harness.compare.measured import Measured, measure
+from harness.compare.metrics import METRICS, Value, run_metrics
+from harness.compare.runs import Comparison, compare_runs
+
+__all__ = [
+    "METRICS",
+    "Bound",
+    "Communication",
+    "Comparison",
+    "GateResult",
+    "Measured",
+    "Value",
+    "axis_of",
+    "check",
+    "communication",
+    "compare_runs",
+    "measure",
+    "parse_bound",
+    "put_beside",
+    "recorded_config",
+    "recorded_target",
+    "require_same",
+    "run_metrics",
+    "steady_peaks",
+]

@@ -1,0 +1,75 @@
+"""Everything that was measured at one path, read once: step rows, traces and snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import memory
+from harness.compare.steps import by_rank, by_step
+from harness.errors import InputError
+from harness.recording import Recording, is_recording, read_recording
+from harness.sources import Sources, find_sources
+from harness.trace import Capture, analyse_captures, read_captures
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """`overlap` and `memory` are the objects that those commands print with --json, None where there is no input;
+    `captures` and `snapshots` are what they were made of. `steps` and `ranks` are empty without step rows."""
+
+    path: Path
+    mode: str
+    recording: Recording | None = None
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    snapshots: memory.Analysis | None = None
+    overlap: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
+    errors: list[InputError] = field(default_factory=list)
+
+    @property
+    def read(self) -> int:
+        """How many inputs were readable."""
+        files = len(self.overlap["ranks"]) if self.overlap else 0
+        files += len(self.memory["files"]) if self.memory else 0
+        return files + len(self.ranks)
+
+
+def measure(path: Path) -> Measured:
+    """Reads a recording, a folder of traces and snapshots, or one file.
+
+    Raises `InputError` if there is nothing to read; files that cannot be read are in `errors`.
+    """
+    recording = read_recording(path) if path.is_dir() and is_recording(path) else None
+    try:
+        sources = find_sources(path)
+    except InputError:
+        # A recording whose windows never opened, or that has just begun, has step rows only.
+        if recording is None or not any(recording.steps.values()):
+            raise
+        sources = Sources(root=path, recording=True, mode=recording.mode or "imported")
+    found = Measured(path=path, mode=sources.mode, recording=recording)
+    if recording is not None:
+        found.errors += recording.errors
+        found.steps = by_step(recording)
+        found.ranks = by_rank(recording, found.steps)
+    errors = sources.errors
+    if sources.traces:
+        found.captures, errors = read_captures(sources)
+    found.errors += errors
+    if found.captures:
+        found.overlap = analyse_captures(found.captures, errors, sources.mode)
+    if sources.snapshots:
+        found.snapshots = memory.analyse_sources(sources)
+        found.memory = found.snapshots.to_json()
+        found.errors += found.snapshots.errors
+    found.errors = unique(found.errors)
+    return found
+
+
+def unique(errors: list[InputError]) -> list[InputError]:
+    """The analyses read the same folder, and each says what it could not read."""
+    return list({(error.file, error.reason, error.offset): error for error in errors}.values())

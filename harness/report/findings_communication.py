@@ -1,0 +1,179 @@
+"""Findings about communication: what is exposed, what cannot overlap, and who is waited for."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.report.finding import Finding, Severity, of_time, ranks_text
+from harness.trace import Capture
+from harness.trace.activity import Activity
+from harness.trace.events import MISSING
+from harness.trace.figures import COMMUNICATION, COMPUTE
+
+if TYPE_CHECKING:
+    from harness.report.build import Report
+
+# Exposed communication, percent of the time it ran in.
+EXPOSED_HIGH_PCT = 20.0
+EXPOSED_MEDIUM_PCT = 5.0
+# Exposed so much, a dimension that is not data-parallel is waited for at once, as eager tensor parallelism does.
+NOTHING_HIDDEN_PCT = 95.0
+# Communication on the stream of the computation, percent of a dimension's communication.
+SHARED_STREAM_PCT = 5.0
+# Waiting, percent of the communication that could be matched over ranks; and one rank's share of it beyond its turn.
+WAIT_PCT = 25.0
+LATE_SHARE = 0.5
+
+
+def communication_findings(report: Report) -> Iterator[Finding]:
+    if report.overlap is None:
+        return
+    yield from exposed(report.overlap["ranks"], report.mode)
+    yield from on_compute_stream(report.captures, report.mode)
+    yield from late_ranks(report.overlap["cross_rank"], report.mode)
+
+
+def exposed(entries: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
+    """Per mesh dimension: the share of its communication that no computation hides, and the kind that dominates."""
+    names = dict.fromkeys(item["dimension"] for entry in entries for item in entry["dimensions"])
+    found = []
+    for name in names:
+        mine = [(e, item) for e in entries for item in e["dimensions"] if item["dimension"] == name and item["comm_ns"]]
+        if not mine:
+            continue
+        comm, shown, span = (statistics.mean(i[key] for _, i in mine) for key in ("comm_ns", "exposed_ns", "span_ns"))
+        kinds: dict[str, list[int]] = {}
+        for entry, _ in mine:
+            for one in entry["collectives"]:
+                if one["dimension"] == name:
+                    kinds.setdefault(one["kind"], []).append(one["exposed_ns"])
+        kind, _ = max(((k, sum(v)) for k, v in kinds.items()), key=lambda pair: pair[1], default=("communication", 0))
+        of_span = 100 * shown / span if span else 0.0
+        severity: Severity = (
+            "high" if of_span > EXPOSED_HIGH_PCT else "medium" if of_span > EXPOSED_MEDIUM_PCT else "info"
+        )
+        host = "" if mine[0][0]["source"] == "device" else " (host time)"
+        share = 100 * shown / comm
+        title = f"{name}: {share:.0f} % of communication is exposed, {of_span:.0f} % of the traced time{host}"
+        if severity == "info":
+            title = f"{name}: {100 - share:.0f} % of communication is hidden by compute{host}"
+        finding = Finding(
+            severity=of_time(severity, mode),
+            title=title,
+            evidence={
+                "comm_ns": round(comm),
+                "exposed_ns": round(shown),
+                "exposed_pct": share,
+                "dominant_kind": kind,
+                "dominant_exposed_ns": round(statistics.mean(kinds[kind])) if kind in kinds else None,
+            },
+            where=f"{name}, {ranks_text([entry['rank'] for entry, _ in mine])} (means)",
+            advice="Nothing to gain here." if severity == "info" else advice(name, kind, share),
+        )
+        found.append((shown, finding))
+    yield from (finding for _, finding in sorted(found, key=lambda pair: -pair[0]))
+
+
+def advice(dimension: str, kind: str, exposed_pct: float) -> str:
+    if "tp" in dimension or ("dp" not in dimension and exposed_pct > NOTHING_HIDDEN_PCT):
+        return (
+            "Eager tensor parallelism waits for each of its collectives. Fewer TP ranks, or async TP (compiled, "
+            "symmetric memory) which splits products so that they hide it."
+        )
+    if kind == "all_gather":
+        return (
+            "The computation between two all-gathers is too short for the next one: larger micro-batch or sequence, "
+            "explicit prefetch of more units, or reshard_after_forward=never where memory allows."
+        )
+    if kind == "reduce_scatter":
+        return (
+            "The backward between two reduce-scatters is too short: larger micro-batch or sequence, or accumulate "
+            "gradients and reduce once."
+        )
+    return "See which collectives wait: meshscope overlap --by collective."
+
+
+def on_compute_stream(captures: Sequence[Capture], mode: str) -> Iterator[Finding]:
+    """Per dimension: communication that runs on the stream of the computation and so cannot overlap with it."""
+    totals: dict[str, list[int]] = {}
+    streams: set[int] = set()
+    ranks: dict[str, list[int | None]] = {}
+    for capture in captures:
+        for device in capture.devices:
+            stream = compute_stream(device.activity)
+            if stream is None:
+                continue
+            for name in device.activity.dimensions():
+                mask = device.activity.dimension(name)
+                shared = device.activity.union(mask & (device.activity.stream == stream)).total_ns()
+                total = totals.setdefault(name, [0, 0])
+                total[0] += shared
+                total[1] += device.activity.union(mask).total_ns()
+                if shared:
+                    streams.add(stream)
+                    ranks.setdefault(name, []).append(capture.rank)
+    for name, (shared, total_ns) in totals.items():
+        if total_ns and 100 * shared / total_ns > SHARED_STREAM_PCT:
+            share = 100 * shared / total_ns
+            yield Finding(
+                severity=of_time("medium", mode),
+                title=f"{name}: {share:.0f} % of its communication runs on the compute stream and cannot overlap there",
+                evidence={"on_compute_stream_ns": shared, "comm_ns": total_ns, "on_compute_stream_pct": share},
+                where=f"{name}, stream {', '.join(map(str, sorted(streams)))}, {ranks_text(ranks[name])} (sums)",
+                advice="Synchronous collectives run on the stream that calls them: async_op=True, with wait() only "
+                "where the result is needed.",
+            )
+
+
+def compute_stream(activity: Activity) -> int | None:
+    """The stream that computes longest; None without streams."""
+    computes = (activity.role == COMPUTE) & (activity.stream != MISSING)
+    streams, index = np.unique(activity.stream[computes], return_inverse=True)
+    if not streams.size or not (activity.role == COMMUNICATION).any():
+        return None
+    busy = np.bincount(index, weights=(activity.end - activity.start)[computes])
+    return int(streams[int(busy.argmax())])
+
+
+def late_ranks(cross_rank: dict[str, Any], mode: str) -> Iterator[Finding]:
+    """Per dimension: how much of its communication is waiting, and whether one rank is the one waited for."""
+    if not cross_rank["aligned"]:
+        return
+    by_dimension: dict[str, list[dict[str, Any]]] = {}
+    for item in cross_rank["collectives"]:
+        by_dimension.setdefault(item["dimension"], []).append(item)
+    for name, items in by_dimension.items():
+        waits: dict[int, float] = {}
+        transfer = total = 0.0
+        for item in items:
+            wait = statistics.mean(item["wait_ns"].values())
+            waits[item["last_rank"]] = waits.get(item["last_rank"], 0) + wait
+            total += wait
+            transfer += item["transfer_ns"]
+        share = 100 * total / (total + transfer) if total else 0.0
+        if share < WAIT_PCT:
+            continue
+        late, caused = max(waits.items(), key=lambda pair: pair[1])
+        members = max(len(item["wait_ns"]) for item in items)
+        one = caused / total > max(LATE_SHARE, 1.5 / members)
+        yield Finding(
+            severity=of_time("medium", mode),
+            title=f"{name}: ranks wait for rank {late}"
+            if one
+            else f"{name}: {share:.0f} % of communication is waiting",
+            evidence={
+                "wait_ns": round(total),
+                "transfer_ns": round(transfer),
+                "wait_pct": share,
+                "caused_by_last_rank_pct": 100 * caused / total,
+            },
+            where=f"{name}, {len(items)} collectives, means over ranks; rank {late} is waited for longest",
+            advice="That rank has more to do, a slower device or host, or less data-loading ahead."
+            if one
+            else "The last to arrive changes: ranks compute unevenly long or their hosts launch late. "
+            "It is not the network.",
+        )

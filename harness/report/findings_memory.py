@@ -1,0 +1,199 @@
+"""Findings about memory: what ran out, what stacks up, what is reserved in vain, and what the peak consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from harness.compare.steps import whole
+from harness.report.finding import Finding, ranks_text
+from harness.text import MIB, size
+
+if TYPE_CHECKING:
+    from harness.report.build import Report
+
+# Pending memory that is worth a word: bytes, and percent of the active peak.
+STACKED_BYTES = 64 * MIB
+STACKED_PCT = 2.0
+# Reserved beyond the active peak: percent of the active peak, and bytes.
+RESERVED_PCT = 20.0
+RESERVED_BYTES = 256 * MIB
+UNEVEN_PCT = 5.0
+SITES_SHOWN = 3
+
+
+def memory_findings(report: Report) -> Iterator[Finding]:
+    yield from out_of_memory(report)
+    yield from retries(report)
+    yield from stacking(report)
+    yield from reserved(report)
+    yield from uneven(report)
+    yield from peak(report)
+
+
+def devices(report: Report) -> list[tuple[int | None, dict[str, Any]]]:
+    return [(file["rank"], device) for file in (report.memory or {"files": []})["files"] for device in file["devices"]]
+
+
+def out_of_memory(report: Report) -> Iterator[Finding]:
+    """Failed allocations, in snapshots and counted in step rows."""
+    failed = [(rank, oom) for rank, device in devices(report) for oom in device["oom"]]
+    if failed:
+        rank, oom = failed[0]
+        yield Finding(
+            severity="high",
+            title=f"{len(failed)} allocations failed: {size(oom['size_bytes'])} did not fit",
+            evidence={k: oom[k] for k in ("size_bytes", "device_free_bytes", "allocated_bytes", "reserved_bytes")},
+            where=f"{ranks_text([rank])}, {oom['site']}",
+            advice="If reserved is far above allocated, expandable segments help; otherwise checkpoint activations, "
+            "shard over more ranks or take a smaller micro-batch.",
+        )
+        return
+    ranks = counted(report, "ooms")
+    if ranks:
+        yield Finding(
+            severity="high",
+            title="Allocations failed (out of memory) during the run",
+            evidence={"ooms": sum(ranks.values())},
+            where=ranks_text(list(ranks)),
+            advice="A snapshot (recorder.memory) shows what was there.",
+        )
+
+
+def retries(report: Report) -> Iterator[Finding]:
+    """The allocator emptied its cache and asked the driver again: it synchronises the device, and time goes."""
+    ranks = counted(report, "alloc_retries")
+    if ranks:
+        yield Finding(
+            severity="high",
+            title=f"The allocator ran dry {sum(ranks.values())} times, freed its cache and tried again",
+            evidence={"alloc_retries": sum(ranks.values())},
+            where=ranks_text(list(ranks)),
+            advice="Each retry synchronises the device. Leave it more room: expandable segments, less memory at the "
+            "peak, nothing else on the GPU.",
+        )
+
+
+def counted(report: Report, name: str) -> dict[int, int]:
+    """Rank -> the last and highest value of a counter, without zeros."""
+    rows = report.recording.steps if report.recording else {}
+    most = {rank: max((whole(row, name) or 0 for row in steps), default=0) for rank, steps in rows.items()}
+    return {rank: count for rank, count in most.items() if count}
+
+
+def stacking(report: Report) -> Iterator[Finding]:
+    """Freed blocks that could not be reused while other memory was allocated."""
+    stacked = [
+        (rank, device)
+        for rank, device in devices(report)
+        if device["stacking"]["blocks"]
+        and (device["stacking"]["max_pending_bytes"] or 0) >= STACKED_BYTES
+        and 100 * device["stacking"]["max_pending_bytes"] >= STACKED_PCT * (device["peak_active_bytes"] or 0)
+    ]
+    if not stacked:
+        return
+    _, device = max(stacked, key=lambda pair: pair[1]["stacking"]["max_pending_bytes"])
+    found, active = device["stacking"], device["peak_active_bytes"]
+    sites = [f"{one['site']} ({one['blocks']} blocks, {size(one['bytes'])})" for one in found["sites"][:SITES_SHOWN]]
+    yield Finding(
+        severity="high" if active and found["max_pending_bytes"] > 0.1 * active else "medium",
+        title=f"Memory stacks up: {size(found['max_pending_bytes'])} freed and not reusable at once",
+        evidence={
+            "max_pending_bytes": found["max_pending_bytes"],
+            "blocks": found["blocks"],
+            "peak_allocated_bytes": device["peak_allocated_bytes"],
+            "peak_active_bytes": active,
+        },
+        where=f"{ranks_text([r for r, _ in stacked])}; {'; '.join(sites)}",
+        advice="These blocks were lent to another stream with record_stream and wait for it. Hold a reference until "
+        "the collective or transfer has been waited for, then free on the stream that allocated.",
+    )
+
+
+def reserved(report: Report) -> Iterator[Finding]:
+    """Memory the allocator holds and cannot give out: pieces of the wrong size."""
+    source = [
+        (item["rank"], item["peak_active_bytes"], item["peak_reserved_bytes"])
+        for item in report.ranks
+        if item["peak_active_bytes"] and item["peak_reserved_bytes"]
+    ] or [
+        (rank, device["peak_active_bytes"], device["peak_reserved_bytes"])
+        for rank, device in devices(report)
+        if device["peak_active_bytes"] and device["peak_reserved_bytes"]
+    ]
+    wasted = [
+        item
+        for item in source
+        if item[2] - item[1] >= RESERVED_BYTES and 100 * (item[2] - item[1]) >= RESERVED_PCT * item[1]
+    ]
+    if not wasted:
+        return
+    _, active, held = max(wasted, key=lambda item: item[2] - item[1])
+    yield Finding(
+        severity="medium" if 100 * (held - active) >= 1.5 * RESERVED_PCT * active else "low",
+        title=f"{size(held - active)} are reserved above the peak in use (fragmentation)",
+        evidence={
+            "peak_active_bytes": active,
+            "peak_reserved_bytes": held,
+            "reserved_above_active_bytes": held - active,
+            "reserved_above_active_pct": 100 * (held - active) / active,
+        },
+        where=ranks_text([item[0] for item in wasted]),
+        advice="PYTORCH_ALLOC_CONF=expandable_segments:True usually takes most of it back.",
+    )
+
+
+def uneven(report: Report) -> Iterator[Finding]:
+    """Ranks whose peaks differ: the largest decides what fits."""
+    peaks = {item["rank"]: item["peak_allocated_bytes"] for item in report.ranks if item["peak_allocated_bytes"]}
+    if len(peaks) < 2:
+        return
+    most, least = max(peaks, key=lambda rank: peaks[rank]), min(peaks, key=lambda rank: peaks[rank])
+    if 100 * (peaks[most] - peaks[least]) > UNEVEN_PCT * peaks[most]:
+        yield Finding(
+            severity="low",
+            title=f"Ranks need unequal memory: {size(peaks[least])} to {size(peaks[most])}",
+            evidence={"lowest_peak_allocated_bytes": peaks[least], "highest_peak_allocated_bytes": peaks[most]},
+            where=f"rank {least} and rank {most}",
+            advice="The fullest rank decides what fits: even out the layers of pipeline stages, or the shards.",
+        )
+
+
+def peak(report: Report) -> Iterator[Finding]:
+    """When the peak is, and what most of it is: measured where there is a snapshot, else by the ledger."""
+    ranked = [item for item in report.ranks if item["peak_allocated_bytes"]]
+    evidence: dict[str, Any] = {}
+    phase, where = None, ""
+    if ranked:
+        top = max(ranked, key=lambda item: item["peak_allocated_bytes"])
+        phases = top["peak_allocated_bytes_by_phase"]
+        phase = max(phases, key=lambda name: phases[name]) if phases else None
+        evidence["peak_allocated_bytes"] = top["peak_allocated_bytes"]
+        where = f"rank {top['rank']}"
+    composed = [(rank, device) for rank, device in devices(report) if device["peak_composition"]]
+    parts: list[tuple[str, int]] = []
+    if composed:
+        rank, device = max(composed, key=lambda pair: pair[1]["peak_allocated_bytes"] or 0)
+        parts = [(share["category"], share["bytes"]) for share in device["peak_composition"]]
+        evidence["peak_requested_bytes"] = device["peak_allocated_bytes"]
+        where, basis = ranks_text([rank]), "measured, requested bytes"
+    elif report.prediction is not None:
+        parts = [(entry.category, entry.at_peak_bytes) for entry in report.prediction.ranks[0].entries]
+        basis = "predicted"
+    if not (phase or parts):
+        return
+    parts = [part for part in sorted(parts, key=lambda part: -part[1]) if part[1] > 0]
+    title = f"Memory peaks in the {phase} phase" if phase else "The memory peak"
+    if parts:
+        total = sum(part[1] for part in parts)
+        largest = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in parts[:3])
+        title += f": {largest} ({basis})"
+        evidence |= {"largest_part": parts[0][0], "largest_part_bytes": parts[0][1]}
+    yield Finding(
+        severity="info",
+        title=title,
+        evidence=evidence,
+        where=where or "every rank",
+        advice="The largest parts are where a smaller peak comes from: activations by checkpointing, states and "
+        "parameters by sharding over more ranks, logits by a vocabulary-parallel or chunked loss.",
+    )

@@ -178,6 +178,18 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
     return rows, errors
 
 
+def read_ranks(directory: Path) -> tuple[dict[int, dict[str, Any]], list[InputError]]:
+    """Rank -> its ranks/rank{r}.json, and those that could not be read."""
+    ranks: dict[int, dict[str, Any]] = {}
+    errors: list[InputError] = []
+    for rank, path in _by_rank(directory / "ranks", r"rank(\d+)\.json"):
+        try:
+            ranks[rank] = read_json(path)
+        except InputError as error:
+            errors.append(error)
+    return ranks, errors
+
+
 @dataclass(kw_only=True, slots=True)
 class Recording:
     """What a recording holds at this moment.
@@ -246,12 +258,8 @@ def read_recording(directory: str | Path) -> Recording:
     for rank, path in _by_rank(directory / "steps", r"rank(\d+)\.jsonl"):
         steps[rank], row_errors = read_jsonl(path)
         errors += row_errors
-    ranks: dict[int, dict[str, Any]] = {}
-    for rank, path in _by_rank(directory / "ranks", r"rank(\d+)\.json"):
-        try:
-            ranks[rank] = read_json(path)
-        except InputError as error:
-            errors.append(error)
+    ranks, rank_errors = read_ranks(directory)
+    errors += rank_errors
 
     expected = manifest.get("recorded_ranks") or range(manifest.get("world_size") or 0)
     missing = sorted(rank for rank in expected if not steps.get(rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,9 @@ from harness.errors import InputError, UsageError
 class RankFiles:
     """`leads` is the rank that writes the manifest: rank 0, or the only one that records.
 
-    status.json belongs to the launcher where there is one. Else the leading rank keeps it, and any rank may turn it
-    to `failed`; the first reason stays, since later ones are often its consequences.
+    status.json belongs to the launcher where there is one. Else it follows from ranks/*.json, and any rank that
+    changes its file there brings it up to date: `failed` if any rank says so, with the line of the one that failed
+    first, since later failures are often its consequences; `complete` once the leading rank is.
     """
 
     def __init__(self, directory: Path, rank: int, *, leads: bool) -> None:
@@ -27,6 +29,7 @@ class RankFiles:
         self._leads = leads
         self._owns_status = os.environ.get(recording.LAUNCHED_VARIABLE) != "1"
         self._facts: dict[str, Any] = {"schema_version": recording.SCHEMA_VERSION, "rank": rank}
+        self._encode = msgspec.json.Encoder().encode
         path = recording.steps_path(directory, rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,35 +47,45 @@ class RankFiles:
             planned = recording.read_json(path) if path.exists() else {}
             new = {name: value for name, value in manifest.items() if planned.get(name) is None}
             recording.merge_manifest(self._directory, {"run_id": uuid.uuid4().hex, **planned, **new})
-            if self._owns_status:
-                recording.write_status(self._directory, "running")
+            self._settle()
 
     def append_step(self, row: Mapping[str, Any]) -> None:
         """One line, in the file when this returns."""
-        os.write(self._rows, msgspec.json.encode(row) + b"\n")
+        os.write(self._rows, self._encode(row) + b"\n")
 
     def write_rank(self, **facts: Any) -> None:
         self._facts.update(facts)
         recording.write_json(recording.rank_path(self._directory, self._rank), self._facts)
 
-    def fail(self, reason: str) -> None:
-        if self._owns_status and self._status() != "failed":
-            recording.write_status(self._directory, "failed", f"rank {self._rank}: {reason}")
+    def fail(self) -> None:
+        """After `write_rank` said that this rank failed, and why."""
+        self._settle()
 
     def resume(self) -> None:
-        if self._owns_status and self._leads:
-            recording.write_status(self._directory, "running")
+        """After `write_rank` said that this rank goes on."""
+        self._settle()
 
     def end(self, manifest: Mapping[str, Any], *, failed: bool) -> None:
+        """After `write_rank` said how this rank ended."""
         os.close(self._rows)
-        if not self._leads:
-            return
-        recording.merge_manifest(self._directory, manifest)
-        if self._owns_status and not failed and self._status() != "failed":
-            recording.write_status(self._directory, "complete")
+        if self._leads:
+            recording.merge_manifest(self._directory, manifest)
+        if self._leads or failed:
+            self._settle()
 
-    def _status(self) -> recording.State | None:
-        try:
-            return recording.read_status(self._directory).state
-        except InputError:  # not written yet, by whichever rank leads
-            return None
+    def _settle(self) -> None:
+        """Writes the status that follows from ranks/*.json, and looks again: another rank may have changed its file
+        meanwhile, and written a newer status before this one. So whoever writes last has seen the last change."""
+        written = None
+        while self._owns_status and (status := self._status()) != written:
+            recording.write_status(self._directory, *status)
+            written = status
+
+    def _status(self) -> tuple[recording.State, str | None]:
+        ranks, _ = recording.read_ranks(self._directory)
+        failed = [document for document in ranks.values() if document.get("end_state") == "failed"]
+        if failed:
+            first = min(failed, key=lambda document: document.get("failed_unix_ns") or sys.maxsize)
+            return "failed", f"rank {first['rank']}: {first.get('exception')}"
+        leading = ranks.get(self._rank if self._leads else 0, {})
+        return ("complete" if leading.get("end_state") == "complete" else "running"), None

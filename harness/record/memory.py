@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,8 +24,7 @@ def larger(a: Bytes, b: Bytes) -> Bytes:
     return w, x, y, z
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """`peak` is over the time since the reading before; retries and OOMs count from the start of the process."""
 
     current: Bytes = UNKNOWN
@@ -41,30 +39,38 @@ NOTHING_KNOWN = Reading()
 class MemorySource(Protocol):
     name: str
 
+    def reset(self) -> None:
+        """Peaks count from now."""
+        ...
+
     def read(self) -> Reading:
-        """The figures now, and the peaks since the last call."""
+        """The figures now, and the peaks since the last `read` or `reset`."""
         ...
 
 
 class CudaAllocator:
-    """The caching allocator of one device, one call per reading.
+    """The caching allocator of one device, two raw calls per reading.
 
     Statistics as in torch/cuda/memory.py:memory_stats, whose flattening of the nested dictionary costs several times
-    the call itself.
+    the call itself; `memory_stats_as_nested_dict` looks up the device each time.
     """
 
     name = "cuda_allocator"
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        torch.cuda.init()
+        self._index: int = torch.cuda.current_device() if device.index is None else device.index
+        self._stats = torch._C._cuda_memoryStats
+        self._reset_peaks = torch._C._cuda_resetPeakMemoryStats
         # cudaMallocAsync reports zero for what it does not track.
         self._native = torch.cuda.get_allocator_backend() == "native"
 
+    def reset(self) -> None:
+        self._reset_peaks(self._index)
+
     def read(self) -> Reading:
-        stats: dict[str, Any] = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
-        if not stats:  # CUDA is not initialised in this process yet
-            return NOTHING_KNOWN
-        torch.cuda.reset_peak_memory_stats(self._device)
+        stats: dict[str, Any] = self._stats(self._index)
+        self._reset_peaks(self._index)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         if not self._native:
             return Reading(
@@ -85,6 +91,9 @@ class NoAllocator:
 
     name = "rss"
 
+    def reset(self) -> None:
+        pass
+
     def read(self) -> Reading:
         return NOTHING_KNOWN
 
@@ -94,6 +103,8 @@ class ProcessMemory:
 
     The kernel's high-water mark is reset at `start`, so `peak` is that of one step; where that is not permitted
     `peak_reason` says so and the peak is unknown, because the mark of the whole process is not a step's peak.
+    `getrusage` is no substitute: ru_maxrss never falls below the peak of the program that this process ran before
+    exec, its parent's with vfork (linux/fs/exec.c:exec_mmap), and no reset reaches that.
     """
 
     _FIELDS = re.compile(rb"VmHWM:\s+(\d+) kB\nVmRSS:\s+(\d+) kB")

@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch.profiler import record_function
 
 from harness import config as harness_config
-from harness.errors import MeshscopeError, UsageError
+from harness.errors import UsageError
 from harness.record import provenance
+from harness.record.ending import one_line, unwind
 from harness.record.files import RankFiles
+from harness.record.held import Watched
 from harness.record.memory import ProcessMemory
 from harness.record.nvml import DeviceMemory
-from harness.record.step import OpenStep, Phase, Scalar
+from harness.record.place import plain_mesh, rank_and_world, this_device
+from harness.record.rows import Rows
+from harness.record.spans import CategorySpan, PhaseSpan, StepSpan
+from harness.record.step import Step
 from harness.record.throughput import Throughput, device_peak
+from harness.record.timing import CudaClock, HostClock, Scalar, StepClock
 from harness.record.windows import Windows
 from harness.recording import MODES, Mode
 
 # What a phase allocates, unless `Recorder.category` says otherwise.
 PHASE_CATEGORIES = {"forward": "activation", "backward": "gradient", "optimizer": "optimizer_state"}
 
-EXIT_TERMINATED = 128 + signal.SIGTERM
 NOT_CLOSED = "the program ended without closing its recorder"
 
 
@@ -49,8 +50,12 @@ class Recorder(harness_config.Recorder):
                     loss = train(batch)
 
     More, where the loop can say more: `with recorder.phase("forward")` (also backward, optimizer, any name) for
-    peaks per phase, `recorder.log(loss=loss)`, `with recorder.category("parameter")` to label allocations. Without
-    `with`, call `close()`.
+    peaks per phase, `recorder.log(loss=loss)`, `with recorder.category("parameter")` to label allocations,
+    `recorder.watch(model, optimizer)` to name what was allocated before a memory window. Without `with`, call
+    `close()`.
+
+    On CUDA no step waits for the device: the row of a step is written once the device has ended it, at the latest
+    while the next one ends.
 
     directory: the recording; each rank writes its own files in it, so it is the same on all of them.
     device: the one this rank trains on; None takes the current CUDA device, else the CPU.
@@ -86,8 +91,8 @@ class Recorder(harness_config.Recorder):
         config = config or Recorder.Config()
         self.config = config
         self.directory = Path(directory)
-        self.device = _device(device)
-        self.rank, self.world_size = _rank_and_world()
+        self.device = this_device(device)
+        self.rank, self.world_size = rank_and_world()
         self.completed_steps = 0
 
         cuda = self.device.type == "cuda"
@@ -95,15 +100,26 @@ class Recorder(harness_config.Recorder):
         self._files = RankFiles(self.directory, self.rank, leads=self.rank == 0 or alone)
         self._tokens_per_step = tokens_per_step
         peak = device_peak(self.device, config.peak_tflops)
-        self._throughput = Throughput(peak=peak, flops_per_token=flops_per_token, devices_per_token=devices_per_token)
+        self._rows = Rows(
+            self._files,
+            Throughput(peak=peak, flops_per_token=flops_per_token, devices_per_token=devices_per_token),
+        )
         self._nvml = DeviceMemory(self.device)
         self._process = ProcessMemory()
-        self._windows = Windows(config, self.directory, self.rank, self.world_size, self.device)
+        self._watched = Watched()
+        self._windows = Windows(config, self.directory, self.rank, self.world_size, self.device, self._watched)
+        # Two, since the row of a step may be written while the next one runs.
+        self._clocks: tuple[StepClock, StepClock] = (
+            (CudaClock(self.device), CudaClock(self.device)) if cuda else (HostClock(), HostClock())
+        )
+        self._collections = gc.get_stats()[2]["collections"]
 
-        self._step: OpenStep | None = None
+        self._step: Step | None = None
+        self._has_begun = False
         self._categories: list[str] = []
         self._notes: list[str] = []
         self._failure: str | None = None
+        self._environment_after: dict[str, str] | None = None
         self._closed = False
         self._handles_sigterm = False
         self._warnings = provenance.WarningLog()
@@ -117,7 +133,7 @@ class Recorder(harness_config.Recorder):
                 "recorder": msgspec.to_builtins(config),
                 "world_size": self.world_size,
                 "recorded_ranks": [self.rank] if alone else list(range(self.world_size)),
-                "mesh": _plain_mesh(mesh),
+                "mesh": plain_mesh(mesh),
                 "tokens_per_step": tokens_per_step,
                 "flops_per_token": flops_per_token,
                 "devices_per_token": devices_per_token,
@@ -130,7 +146,7 @@ class Recorder(harness_config.Recorder):
             },
             **process,
             world_size=self.world_size,
-            mesh=_plain_mesh(mesh),
+            mesh=plain_mesh(mesh),
             device=provenance.device_facts(self.device, self._nvml.uuid),
             clock=provenance.clock(),
             environment_before=provenance.environment(),
@@ -139,13 +155,14 @@ class Recorder(harness_config.Recorder):
             ended_unix_ns=None,
             end_state=None,
             exception=None,
+            failed_unix_ns=None,
         )
         atexit.register(self._close_at_exit)
 
     def __enter__(self) -> Self:
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _unwind)
+            signal.signal(signal.SIGTERM, unwind)
             self._handles_sigterm = True
         return self
 
@@ -157,81 +174,29 @@ class Recorder(harness_config.Recorder):
             self._fail(error)
         self.close()
 
-    @contextmanager
-    def step(self, tags: Sequence[str] = ()) -> Iterator[None]:
-        """One training step. The device is synchronised once, at its end; `tags` go into the row."""
-        if self._closed:
-            raise RuntimeError("recorder.step(): this recorder is closed")
-        if self._step is not None:
-            raise RuntimeError("recorder.step(): the step before is still open")
-        if self._failure is not None:
-            self._survive()
-        step = self._step = OpenStep(self.completed_steps, list(tags))
-        try:
-            with ExitStack() as windows:
-                step.tags += ["warmup"] if step.number == 0 else []
-                step.tags += self._windows.enter(step.number, windows)
-                self._relabel()
-                self._process.start()
-                self._windows.memory.read()
-                collections = gc.get_stats()[2]["collections"]
-                step.started_unix_ns = time.time_ns()
-                step.started_ns = time.perf_counter_ns()
-                yield
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                step.wall_ns = time.perf_counter_ns() - step.started_ns
-                step.take(self._windows.memory.read())
-                if gc.get_stats()[2]["collections"] > collections:
-                    step.tags.append("gc")
-            self._write_row(step)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._step = None
-        self.completed_steps += 1
-        self._windows.leave(self.completed_steps)
-        if self.completed_steps == 1 or self._warnings_written != len(self._warnings):
-            self._write_rank()
+    def step(self, tags: Sequence[str] = ()) -> AbstractContextManager[None]:
+        """One training step; `tags` go into its row. On CUDA only steps inside a window wait for the device."""
+        return StepSpan(lambda: self._open_step(tags), self._close_step)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the step, measured on the host; passages of one name within a step are summed.
 
         Phases may nest: an inner peak counts for the outer phase too. Outside a step this does nothing.
         """
-        step = self._step
-        if step is None:
-            yield
-            return
-        step.take(self._windows.memory.read())
-        phase = step.phases.setdefault(name, Phase())
-        with record_function(name) if self._windows.annotating else nullcontext():
-            step.open_phases.append(name)
-            self._relabel()
-            started_ns = time.perf_counter_ns()
-            try:
-                yield
-            except BaseException:
-                step.failed_phase = step.failed_phase or name
-                raise
-            finally:
-                phase.wall_ns += time.perf_counter_ns() - started_ns
-                phase.count += 1
-                step.take(self._windows.memory.read())
-                step.open_phases.pop()
-                self._relabel()
+        return PhaseSpan(name, self._step, self._windows, self._relabel)
 
-    @contextmanager
-    def category(self, name: str) -> Iterator[None]:
+    def category(self, name: str) -> AbstractContextManager[None]:
         """Labels what is allocated inside (parameter, activation, gradient, optimizer_state, …) in memory windows."""
-        self._categories.append(name)
-        self._relabel()
-        try:
-            yield
-        finally:
-            self._categories.pop()
-            self._relabel()
+        return CategorySpan(name, self._categories, self._relabel)
+
+    def watch(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Names the memory of a model and its optimizer in memory windows that open after it was allocated.
+
+        To be called once both exist; again for further ones. Parameters, gradients, optimizer states and buffers
+        are then known by address (DTensors by their local part) in snapshots, and by storage on CPU. Both are held
+        weakly. Raises `UsageError` for anything else than a module and an optimizer.
+        """
+        self._watched.add(model, optimizer)
 
     def log(
         self,
@@ -252,7 +217,10 @@ class Recorder(harness_config.Recorder):
         self._step.log({"loss": loss, "grad_norm": grad_norm, **scalars})
 
     def close(self) -> None:
-        """Writes open windows and the end state. Further calls do nothing."""
+        """Writes the last row, open windows and the end state. Further calls do nothing.
+
+        Raises what the device reports of work that no call has waited for before (RuntimeError).
+        """
         if self._closed:
             return
         self._closed = True
@@ -260,14 +228,86 @@ class Recorder(harness_config.Recorder):
         if self._handles_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
+            if self._failure is None:
+                self._rows.finish()
+            else:
+                self._rescue_row()
             self._windows.finish(self.completed_steps)
+        except (RuntimeError, OSError) as error:
+            self._fail(error)
+            raise
         finally:
+            self._nvml.close()
             self._warnings.close()
             state = "failed" if self._failure else "complete"
             ended = {"ended_unix_ns": time.time_ns(), "end_state": state}
             self._write_rank(exception=self._failure, **ended)
             self._process.close()
-            self._files.end({"steps_completed": self.completed_steps, **ended}, failed=bool(self._failure))
+            manifest = {"steps_completed": self.completed_steps, **ended}
+            self._files.end(manifest, failed=self._failure is not None)
+
+    def _open_step(self, tags: Sequence[str]) -> None:
+        if self._closed:
+            raise RuntimeError("recorder.step(): this recorder is closed")
+        if self._step is not None:
+            raise RuntimeError("recorder.step(): the step before is still open")
+        if self._failure is not None:
+            self._survive()
+        number = self.completed_steps
+        step = self._step = Step(number, list(tags), self._clocks[number % 2], tokens=self._tokens_per_step)
+        try:
+            self._rows.poll()
+            if not self._has_begun:
+                self._has_begun = True
+                step.tags.append("warmup")
+            step.tags += self._windows.enter(number)
+            self._relabel()
+            self._process.start()
+            self._windows.memory.reset()
+            step.started_unix_ns = time.time_ns()
+            step.clock.start()
+        except BaseException as error:
+            self._abort_step(error)
+            raise
+
+    def _close_step(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._abort_step(error)
+            return
+        try:
+            self._end_step()
+        except BaseException as own:
+            self._abort_step(own)
+            raise
+        self._step = None
+        self.completed_steps += 1
+        self._windows.leave(self.completed_steps)
+        if self._environment_after is None:
+            self._environment_after = provenance.environment()
+            self._write_rank(environment_after=self._environment_after)
+        elif self._warnings_written != len(self._warnings):
+            self._write_rank()
+
+    def _end_step(self) -> None:
+        step, windows = self._step, self._windows
+        assert step is not None
+        step.stop_clock()
+        if windows.annotating and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that the step's range covers its work on the device, too
+        step.take(windows.memory.read())
+        collections = gc.get_stats()[2]["collections"]
+        if collections != self._collections:
+            self._collections = collections
+            step.tags += [] if "gc" in step.tags else ["gc"]
+        step.rss_bytes, step.peak_rss_bytes = self._process.read()
+        step.nvml_process_bytes, step.nvml_device_bytes = self._nvml.take()
+        step.memory_source, step.peak_composition = windows.memory.name, windows.peak_composition()
+        windows.leave_step()
+        self._rows.add(step)
+
+    def _abort_step(self, error: BaseException) -> None:
+        self._windows.leave_step()
+        self._fail(error)
 
     def _relabel(self) -> None:
         if not self._windows.labelling:
@@ -277,34 +317,10 @@ class Recorder(harness_config.Recorder):
         category = self._categories[-1] if self._categories else PHASE_CATEGORIES.get(phase or "")
         self._windows.label(category, phase, step.number if step else None)
 
-    def _write_row(self, step: OpenStep) -> None:
-        tokens = self._tokens_per_step if step.tokens is None else step.tokens
-        rss_bytes, peak_rss_bytes = self._process.read()
-        process_bytes, device_bytes = self._nvml.read()
-        row = {
-            "step": step.number,
-            "started_unix_ns": step.started_unix_ns,
-            "wall_ns": step.wall_ns,
-            "tokens": tokens,
-            **self._throughput.of_step(tokens, step.wall_ns),
-            **step.read_values(),
-            "memory_source": self._windows.memory.name,
-            **step.memory_fields(),
-            "phases": {name: phase.row() for name, phase in step.phases.items()},
-            "nvml_process_bytes": process_bytes,
-            "nvml_device_bytes": device_bytes,
-            "rss_bytes": rss_bytes,
-            "peak_rss_bytes": peak_rss_bytes,
-            "tags": step.tags,
-        }
-        composition = self._windows.peak_composition()
-        if composition is not None:
-            row["peak_composition"] = composition
-        self._files.append_step(row)
-
     def _fail(self, error: BaseException) -> None:
         """Saves what there is; what cannot be saved any more becomes a note, so that `error` stays the error."""
-        self._failure = _one_line(error)
+        self._failure = one_line(error)
+        failed_unix_ns = time.time_ns()
         step, self._step = self._step, None
         failed = None
         if step is not None:
@@ -313,25 +329,29 @@ class Recorder(harness_config.Recorder):
             failed |= {"phase": step.failed_phase, "tags": step.tags}
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         try:
+            self._rescue_row()
             self._windows.finish(self.completed_steps, failed=True, out_of_memory=out_of_memory)
         except (RuntimeError, OSError) as second:
-            self._notes.append(f"not saved after the failure: {_one_line(second)}")
-        self._write_rank(end_state="failed", exception=self._failure, failed_step=failed)
-        self._files.fail(self._failure)
+            self._notes.append(f"not saved after the failure: {one_line(second)}")
+        self._write_rank(end_state="failed", exception=self._failure, failed_unix_ns=failed_unix_ns, failed_step=failed)
+        self._files.fail()
+
+    def _rescue_row(self) -> None:
+        reason = self._rows.rescue()
+        if reason is not None:
+            self._notes.append(reason)
 
     def _survive(self) -> None:
         """The loop caught the exception of a step and goes on."""
         self._notes.append(f"step {self.completed_steps} failed and training went on: {self._failure}")
         self._failure = None
-        self._write_rank(end_state=None, exception=None)
+        self._write_rank(end_state=None, exception=None, failed_unix_ns=None)
         self._files.resume()
 
     def _write_rank(self, **facts: Any) -> None:
         found = self._warnings.items()
         self._warnings_written = len(found)
         reasons = [reason for reason in (self._process.peak_reason, self._nvml.reason) if reason]
-        if self.completed_steps == 1:
-            facts["environment_after"] = provenance.environment()
         self._files.write_rank(
             warnings=found, notes=reasons + self._notes, steps_completed=self.completed_steps, **facts
         )
@@ -339,37 +359,4 @@ class Recorder(harness_config.Recorder):
     def _close_at_exit(self) -> None:
         if self._failure is None:
             self._failure = NOT_CLOSED
-            self._files.fail(NOT_CLOSED)
         self.close()
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    without_index = torch.device("cuda")
-    return torch.device("cuda", torch.cuda.current_device()) if device == without_index else device
-
-
-def _plain_mesh(mesh: Mapping[str, Sequence[int]] | None) -> dict[str, list[int]] | None:
-    return None if mesh is None else {axis: [int(rank) for rank in ranks] for axis, ranks in mesh.items()}
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, MeshscopeError):
-        return str(error)
-    if isinstance(error, SystemExit):
-        return "terminated by SIGTERM" if error.code == EXIT_TERMINATED else f"SystemExit: {error.code}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__qualname__}: {lines[0]}" if lines else type(error).__qualname__
-
-
-def _unwind(signal_number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the writing
-    sys.exit(EXIT_TERMINATED)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from harness.config import Window
+from harness.record.held import Watched
 from harness.recording import atomic_path, snapshot_path
 
 # What builds from 2.11 on take is passed, the rest left out; nothing is skipped, stacking needs `free_requested`.
@@ -22,17 +23,22 @@ HISTORY_OPTIONS: dict[str, Any] = {
     "global_record_annotations": True,  # ranges opened on the autograd thread too
 }
 
+# torch's viewer and HTA ignore keys that they do not know.
+LABELS_KEY = "meshscope_labels"
+
 
 class MemoryHistory:
     """`torch.cuda.memory._record_memory_history` over the steps of `window`.
 
     Labels reach the allocations of the thread that sets them: torch keeps them per thread
     (c10/cuda/CUDACachingAllocator.cpp:user_metadata), so those of the backward's own thread have none, and the
-    snapshot's ranges (`backward`, `ProfilerStep#N`) say when they were made.
+    snapshot's ranges (`backward`, `ProfilerStep#N`) say when they were made. What was allocated before the window
+    has no label at all: `meshscope_labels` names those blocks by address.
     """
 
-    def __init__(self, window: Window, directory: Path, rank: int, *, max_entries: int) -> None:
+    def __init__(self, window: Window, directory: Path, rank: int, watched: Watched, *, max_entries: int) -> None:
         self._window = window
+        self._watched = watched
         self._directory = directory
         self._rank = rank
         known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
@@ -69,6 +75,7 @@ class MemoryHistory:
             snapshot = torch.cuda.memory._snapshot()
         finally:
             self._stop()
+        snapshot[LABELS_KEY] = self._watched.labels("cuda")
         path = snapshot_path(self._directory, completed_steps, self._rank, at_exit=at_exit)
         with atomic_path(path) as temporary, open(temporary, "wb") as file:
             pickle.dump(snapshot, file, protocol=4)  # pytorch.org/memory_viz cannot read 5

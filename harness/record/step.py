@@ -11,12 +11,14 @@ import torch
 
 from harness.errors import UsageError
 from harness.record.memory import MEASURES, NOTHING_KNOWN, UNKNOWN, Bytes, Reading, larger
+from harness.record.throughput import Throughput
+from harness.record.timing import Scalar, StepClock
 from harness.record.wrappers import is_wrapper
 
 _CURRENT_FIELDS = tuple(f"{measure}_bytes" for measure in MEASURES)
 _PEAK_FIELDS = tuple(f"peak_{measure}_bytes" for measure in MEASURES)
 
-Scalar = float | int | torch.Tensor
+UNFINISHED = "unfinished"
 
 
 @dataclass(slots=True)
@@ -32,12 +34,13 @@ class Phase:
 
 
 @dataclass(slots=True)
-class OpenStep:
+class Step:
+    """A step while it runs and until its row is written; the fields after `tokens` are set at its end."""
+
     number: int
     tags: list[str]
+    clock: StepClock
     started_unix_ns: int = 0
-    started_ns: int = 0
-    wall_ns: int = 0
     last: Reading = NOTHING_KNOWN
     peak: Bytes = UNKNOWN
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -45,6 +48,12 @@ class OpenStep:
     failed_phase: str | None = None
     values: dict[str, Scalar] = field(default_factory=dict)
     tokens: int | None = None
+    memory_source: str = ""
+    rss_bytes: int | None = None
+    peak_rss_bytes: int | None = None
+    nvml_process_bytes: int | None = None
+    nvml_device_bytes: int | None = None
+    peak_composition: list[dict[str, Any]] | None = None
 
     def take(self, reading: Reading) -> None:
         """Counts a reading's peaks for the step and for every phase that was open since the reading before."""
@@ -68,6 +77,37 @@ class OpenStep:
             if value is not None:
                 self.values[name] = value
 
+    def stop_clock(self) -> None:
+        self.clock.stop(self.values)
+        self.values = {}  # tensors must not live longer than the step
+
+    def row(self, throughput: Throughput, *, finished: bool = True) -> dict[str, Any]:
+        """The step's row; without `finished`, the device never said that it was done, and what only it knows is
+        None."""
+        wall_ns = self.clock.wall_ns() if finished else None
+        if not finished:
+            self.tags.append(UNFINISHED)
+        row = {
+            "step": self.number,
+            "started_unix_ns": self.started_unix_ns,
+            "wall_ns": wall_ns,
+            "wall_source": self.clock.source,
+            "tokens": self.tokens,
+            **throughput.of_step(self.tokens, wall_ns),
+            **self._number_fields(self.clock.numbers() if finished else {}),
+            "memory_source": self.memory_source,
+            **self.memory_fields(),
+            "phases": {name: phase.row() for name, phase in self.phases.items()},
+            "nvml_process_bytes": self.nvml_process_bytes,
+            "nvml_device_bytes": self.nvml_device_bytes,
+            "rss_bytes": self.rss_bytes,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "tags": self.tags,
+        }
+        if self.peak_composition is not None:
+            row["peak_composition"] = self.peak_composition
+        return row
+
     def memory_fields(self) -> dict[str, Any]:
         return {
             **dict(zip(_CURRENT_FIELDS, self.last.current, strict=True)),
@@ -76,18 +116,17 @@ class OpenStep:
             "ooms": self.last.ooms,
         }
 
-    def read_values(self) -> dict[str, Any]:
+    def _number_fields(self, logged: Mapping[str, float]) -> dict[str, Any]:
         """loss, grad_norm (None if not logged) and, if there are others, `scalars`. JSON has no NaN and no infinity:
         those become None and a tag `non_finite_<name>`."""
         numbers: dict[str, float | None] = {"loss": None, "grad_norm": None}
-        for name, value in self.values.items():
-            number = float(value)
-            if not math.isfinite(number):
+        for name, number in logged.items():
+            finite = math.isfinite(number)
+            numbers[name] = number if finite else None
+            if not finite:
                 self.tags.append(f"non_finite_{name}")
-            numbers[name] = number if math.isfinite(number) else None
-        scalars = {name: number for name, number in numbers.items() if name not in ("loss", "grad_norm")}
-        fields: dict[str, Any] = {"loss": numbers["loss"], "grad_norm": numbers["grad_norm"]}
-        return {**fields, "scalars": scalars} if scalars else fields
+        fields: dict[str, Any] = {"loss": numbers.pop("loss"), "grad_norm": numbers.pop("grad_norm")}
+        return {**fields, "scalars": numbers} if numbers else fields
 
 
 def peak_fields(peak: Bytes) -> dict[str, int | None]:

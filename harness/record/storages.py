@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from harness.record.held import Watched
 from harness.record.memory import Reading
 from harness.record.wrappers import any_wrapper, plain_tensors
 
@@ -77,12 +78,12 @@ class StorageTracker(TorchDispatchMode):
         """Forgets every storage; their ends are no longer followed."""
         self._live.clear()
 
-    def adopt_existing(self) -> None:
+    def adopt_existing(self, watched: Watched | None = None) -> None:
         """Takes in every storage that Python can reach, by what holds it.
 
-        Parameters and their gradients, optimizer states, the rest as `other`; a holder outweighs the label of the
-        phase in which a storage was first seen. Saved tensors whose Python object is gone are met when an operator
-        takes them.
+        Parameters and their gradients, optimizer states, the rest as `other`; what is `watched` as it says there.
+        A holder outweighs the label of the phase in which a storage was first seen. Saved tensors whose Python
+        object is gone are met when an operator takes them.
         """
         objects = gc.get_objects()
         # By type and not isinstance, which would run the code of any object that fakes its class.
@@ -99,6 +100,11 @@ class StorageTracker(TorchDispatchMode):
         for category, holders in held:
             for holder in holders:
                 self._see(holder, category, reclassify=True)
+        for item in watched.held() if watched is not None else ():
+            self._see_storage(item.storage, item.category, reclassify=True)
+
+    def reset(self) -> None:
+        self._peak = self._total
 
     def start_step(self) -> None:
         """Peaks and composition count from here."""
@@ -106,7 +112,7 @@ class StorageTracker(TorchDispatchMode):
         self._composition = dict(self._bytes)
 
     def read(self) -> Reading:
-        """Bytes live now, and the peak since the last call; allocated and active are the same thing here."""
+        """Bytes live now, and the peak since the last call or `reset`; allocated and active are the same thing here."""
         peak, self._peak = self._peak, self._total
         return Reading((self._total, self._total, None, None), (peak, peak, None, None))
 

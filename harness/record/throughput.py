@@ -64,8 +64,8 @@ class Throughput:
     flops_per_token: int | None
     devices_per_token: int
 
-    def of_step(self, tokens: int | None, wall_ns: int) -> dict[str, float | str | None]:
-        per_second = None if tokens is None or wall_ns <= 0 else tokens / (wall_ns / 1e9) / self.devices_per_token
+    def of_step(self, tokens: int | None, wall_ns: int | None) -> dict[str, float | str | None]:
+        per_second = None if tokens is None or not wall_ns else tokens / (wall_ns / 1e9) / self.devices_per_token
         known = per_second is not None and self.flops_per_token is not None
         tflops = per_second * self.flops_per_token / 1e12 if known else None  # type: ignore[operator]
         has_mfu = tflops is not None and self.peak.tflops is not None

@@ -6,6 +6,9 @@ import gzip
 import json
 import shutil
 import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,7 +35,7 @@ class TraceWindow:
         self._rank = rank
         self._world_size = world_size
         self._activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
-        self._profiler: torch.profiler.profile | None = None
+        self._profiler: torch.profiler.profile | None = None  # once it is prepared
         self.active = False
 
     @property
@@ -44,10 +47,15 @@ class TraceWindow:
         if window.steps == 0:
             return
         if step == max(window.start - 1, 0):
-            self._profiler = torch.profiler.profile(activities=self._activities, record_shapes=False)
-            self._profiler.prepare_trace()
+            profiler = torch.profiler.profile(activities=self._activities, record_shapes=False)
+            with _one_cycle():
+                profiler.prepare_trace()
+            self._profiler = profiler
         if step == window.start and self._profiler is not None:
-            self._profiler.start_trace()
+            profiler, self._profiler = self._profiler, None
+            with _one_cycle():
+                profiler.start_trace()
+            self._profiler = profiler
             if not (dist.is_available() and dist.is_initialized()):  # else torch writes the groups as well
                 identity = {"rank": self._rank, "world_size": self._world_size}
                 self._profiler.add_metadata_json("distributedInfo", json.dumps(identity))
@@ -59,13 +67,15 @@ class TraceWindow:
         return self.finish(completed_steps) if ends else None
 
     def finish(self, completed_steps: int) -> Path | None:
-        """Writes what an open window holds; None if none is open."""
+        """Writes what an open window holds; None if none is open, or if the profiler never came to run: stopping it
+        then crashes the process."""
         profiler, self._profiler = self._profiler, None
         was_active, self.active = self.active, False
         if profiler is None:
             return None
         if not was_active:  # prepared only: the profiler can be left no other way
-            profiler.start_trace()
+            with _one_cycle():
+                profiler.start_trace()
             profiler.stop_trace()
             return None
         profiler.stop_trace()
@@ -76,3 +86,15 @@ class TraceWindow:
             with open(plain.name, "rb") as source, gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
         return path
+
+
+@contextmanager
+def _one_cycle() -> Iterator[None]:
+    """Without torch's warning that a profiler forgets its events at the end of a cycle: here each has only one.
+
+    `acc_events=True` would silence it as well, but reads every event into Python when the trace stops
+    (torch/autograd/profiler.py:profile.__exit__), which takes minutes for a large one.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        yield

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from harness.config import Recorder
 from harness.record.collectives import CommRanges
+from harness.record.held import Watched
 from harness.record.memory import CudaAllocator, MemorySource, NoAllocator
 from harness.record.snapshot import MemoryHistory
 from harness.record.storages import OTHER, StorageTracker
@@ -22,82 +23,95 @@ class Windows:
     storages are tracked, and collectives get ranges in the trace."""
 
     def __init__(
-        self, config: Recorder.Config, directory: Path, rank: int, world_size: int, device: torch.device
+        self,
+        config: Recorder.Config,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        watched: Watched,
     ) -> None:
         cuda = device.type == "cuda"
         self._memory_window = config.memory
+        self._watched = watched
         self._trace = TraceWindow(config.trace, directory, rank, world_size, cuda=cuda)
         self._history: MemoryHistory | None = None
         if cuda:
-            self._history = MemoryHistory(config.memory, directory, rank, max_entries=config.max_history_entries)
+            self._history = MemoryHistory(
+                config.memory, directory, rank, watched, max_entries=config.max_history_entries
+            )
         self._allocator: MemorySource = CudaAllocator(device) if cuda else NoAllocator()
         self._tracker: StorageTracker | None = None
+        self.memory: MemorySource = self._allocator
+        """The source of memory figures now; it changes only between steps."""
         self._comm_ranges = None if cuda else CommRanges()
         self._after_export = False
-
-    @property
-    def memory(self) -> MemorySource:
-        return self._tracker or self._allocator
+        self._step = ExitStack()
 
     @property
     def annotating(self) -> bool:
         """Whether ranges opened now end up in a file."""
-        return self._trace.active or self._remembering
+        return self._trace.active or (self._history is not None and self._history.active)
 
     @property
     def labelling(self) -> bool:
         """Whether labels are kept now."""
-        return self._tracker is not None or self._remembering
+        return self._tracker is not None or (self._history is not None and self._history.active)
 
-    @property
-    def _remembering(self) -> bool:
-        return self._history is not None and self._history.active
-
-    def enter(self, step: int, stack: ExitStack) -> list[str]:
-        """Opens what `step` needs, the parts that last one step on `stack`; returns the tags for its row."""
+    def enter(self, step: int) -> list[str]:
+        """Opens what `step` needs; returns the tags for its row. `leave_step` closes what lasts one step."""
         self._trace.before_step(step)
         if self._history is not None:
             self._history.before_step(step)
         elif step in self._memory_window:
             self._tracker = self._tracker or StorageTracker()
-            self._tracker.adopt_existing()
+            self._tracker.adopt_existing(self._watched)
+            self.memory = self._tracker
 
         if self.annotating:
-            stack.enter_context(record_function(f"ProfilerStep#{step}"))
+            self._step.enter_context(record_function(f"ProfilerStep#{step}"))
         # Modes leave in the reverse order of their entry, whatever the windows, so each step enters them anew.
         if self._tracker is not None:
-            stack.enter_context(self._tracker)
+            self._step.enter_context(self._tracker)
             self._tracker.start_step()
         if self._comm_ranges is not None and self._trace.active:
-            stack.enter_context(self._comm_ranges)
+            self._step.enter_context(self._comm_ranges)
 
-        tags = {
-            "profiled": self._trace.active,
-            "profiler_warmup": self._trace.warming_up,
-            "memory_history": self._tracker is not None or self._remembering,
-            "after_export": self._after_export,
-        }
-        self._after_export = False
-        return [tag for tag, holds in tags.items() if holds]
+        tags = []
+        if self._trace.active:
+            tags.append("profiled")
+        if self._trace.warming_up:
+            tags.append("profiler_warmup")
+        if self.labelling:
+            tags.append("memory_history")
+        if self._after_export:
+            tags.append("after_export")
+            self._after_export = False
+        return tags
+
+    def leave_step(self) -> None:
+        """Closes what lasts one step, however it ended."""
+        self._step.close()
 
     def leave(self, completed_steps: int) -> None:
         """Ends the windows that end here. Their export falls between two steps; the next one is tagged
         `after_export`, since other ranks may reach it earlier and wait."""
-        exported = [self._trace.after_step(completed_steps)]
-        if self._history is not None:
-            exported.append(self._history.after_step(completed_steps))
-        if completed_steps not in self._memory_window:
+        trace = self._trace.after_step(completed_steps)
+        snapshot = self._history.after_step(completed_steps) if self._history is not None else None
+        if self._tracker is not None and completed_steps not in self._memory_window:
             self._stop_tracking()
-        self._after_export = any(exported)
+        self._after_export = trace is not None or snapshot is not None
 
     def finish(self, completed_steps: int, *, failed: bool = False, out_of_memory: bool = False) -> None:
         """Writes what open windows hold; after running out of memory a snapshot in any case."""
         try:
             self._trace.finish(completed_steps)
-            if self._history is not None:
-                self._history.finish(completed_steps, at_exit=failed, without_history=out_of_memory)
         finally:
-            self._stop_tracking()
+            try:
+                if self._history is not None:
+                    self._history.finish(completed_steps, at_exit=failed, without_history=out_of_memory)
+            finally:
+                self._stop_tracking()
 
     def label(self, category: str | None, phase: str | None, step: int | None) -> None:
         """Says what is allocated from now on."""
@@ -114,3 +128,4 @@ class Windows:
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None
+            self.memory = self._allocator

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -76,7 +77,8 @@ def snapshot_path(directory: Path, completed_steps: int, rank: int, *, at_exit: 
 def atomic_path(path: Path) -> Iterator[Path]:
     """A name to write to, which becomes `path` when the block ends well and vanishes when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Ranks of other hosts, which may have the same process id, write into the same folder.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

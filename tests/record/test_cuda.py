@@ -3,14 +3,19 @@
 import gzip
 import json
 import pickle
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from harness.config import Window
+from harness.memory.device import analyse_device, summarise
+from harness.memory.snapshot import read_snapshot
 from harness.record import Recorder
 from harness.recording import read_recording, snapshot_path, trace_path
 
@@ -21,10 +26,15 @@ OFF = Recorder.Config(trace=Window(), memory=Window())
 MEASURES = ("allocated", "active", "reserved", "requested")
 
 
+# What `torch.cuda._sleep` takes to keep the device busy for about half a second at 2 GHz.
+BUSY_CYCLES = 1_000_000_000
+
+
 def train(directory: Path, steps: int, config: Recorder.Config) -> dict[int, list[dict[str, Any]]]:
     model = nn.Sequential(*[nn.Linear(1024, 1024, device="cuda") for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with Recorder(directory, config=config, tokens_per_step=512, flops_per_token=6 * 4 * 1024**2) as recorder:
+        recorder.watch(model, optimizer)
         for _ in range(steps):
             with recorder.step():
                 with recorder.phase("forward"):
@@ -59,6 +69,80 @@ def test_rows_hold_the_allocators_figures(tmp_path: Path) -> None:
     assert rows[0]["nvml_process_bytes"] is not None or reason
     if rows[0]["nvml_process_bytes"] is not None:
         assert rows[0]["nvml_process_bytes"] >= rows[0]["reserved_bytes"]
+
+
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with Recorder(tmp_path, config=OFF) as recorder:
+        seen = []
+        for step in range(3):
+            with recorder.step():
+                torch.cuda._sleep(BUSY_CYCLES)
+                value = torch.full((), float(step), device="cuda")
+                recorder.log(loss=value, half=value.bfloat16(), given=2)
+                value.add_(10)  # before the end of the step, so it counts
+            seen.append((time.perf_counter() - started, len(read_recording(tmp_path).steps[0])))
+    total_ns = (time.perf_counter() - started) * 1e9
+    rows = read_recording(tmp_path).steps[0]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["loss"] for row in rows] == [10.0, 11.0, 12.0]
+    assert [row["scalars"] for row in rows] == [{"half": float(step), "given": 2.0} for step in range(3)]
+    assert {row["wall_source"] for row in rows} == {"cuda_events"}
+    walls = [row["wall_ns"] for row in rows]
+    assert min(walls) > 0.1e9
+    assert sum(walls) <= total_ns
+    # The first two steps were only enqueued; ending the second waited for the first, so its row was there.
+    assert seen[0][1] == 0
+    assert [count for _, count in seen] == [0, 1, 2]
+    assert seen[0][0] * 1e9 < walls[0] / 2
+
+
+def test_logging_does_not_allocate_on_the_device(tmp_path: Path) -> None:
+    with Recorder(tmp_path, config=OFF) as recorder:
+        for _ in range(3):
+            with recorder.step():
+                value = torch.zeros((), device="cuda")
+                before = torch.cuda.memory_stats()["allocation.all.allocated"]
+                recorder.log(loss=value)
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_nvml_is_sampled_beside_the_steps(tmp_path: Path) -> None:
+    with Recorder(tmp_path, config=OFF) as recorder:
+        with recorder.step():
+            pass
+        time.sleep(2.5)
+        with recorder.step():
+            pass
+        with recorder.step():
+            pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "meshscope-nvml"]
+    first, second, third = read_recording(tmp_path).steps[0]
+    assert first["nvml_device_bytes"] > 0
+    assert second["nvml_device_bytes"] > 0
+    assert third["nvml_device_bytes"] is None
+
+
+def run_device_assert(directory: Path) -> None:
+    with Recorder(directory, config=OFF, device="cuda") as recorder, recorder.step():
+        torch.zeros(2, device="cuda")[torch.tensor([7], device="cuda")].sum()
+
+
+@pytest.mark.distributed
+def test_an_error_of_the_device_that_no_call_reported(tmp_path: Path) -> None:
+    # In a process of its own: nothing runs on the device after it.
+    with pytest.raises(ProcessRaisedException, match="device-side assert"):
+        spawn(_device_assert_process, args=(tmp_path,), nprocs=1)
+    read = read_recording(tmp_path)
+    assert "device-side assert" in read.failed_ranks[0]
+    (row,) = read.steps[0]
+    assert (row["wall_ns"], "unfinished" in row["tags"]) == (None, True)
+
+
+def _device_assert_process(rank: int, directory: Path) -> None:
+    run_device_assert(directory)
 
 
 def test_phase_peaks_are_those_of_the_phase(tmp_path: Path) -> None:
@@ -96,6 +180,16 @@ def test_snapshot_tells_step_phase_and_category(tmp_path: Path) -> None:
     if hasattr(torch.cuda.memory, "_set_memory_metadata"):
         labels = {event.get("user_metadata") for event in events if event["action"] == "alloc"}
         assert "category=activation;phase=forward;step=2" in labels
+    held = {(label["category"], label["name"]): label for label in snapshot["meshscope_labels"]}
+    weight = held["parameter", "0.weight"]
+    assert weight["size"] == 4 * 1024 * 1024
+    blocks = {block["address"] for segment in snapshot["segments"] for block in segment["blocks"]}
+    assert weight["address"] in blocks
+    assert ("optimizer_state", "0.weight.exp_avg") in held
+    (device,) = read_snapshot(path).devices
+    shares = {share.name: share.bytes for share in summarise(analyse_device(device)).by_category}
+    weights = 4 * 4 * (1024 * 1024 + 1024)
+    assert (shares["parameter"], shares["optimizer_state"]) == (weights, 2 * weights + 8 * 4)
     # The history is off again.
     assert not torch.cuda.memory._snapshot()["device_traces"][0][len(events) + 1 :]
 

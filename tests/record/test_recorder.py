@@ -81,6 +81,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
         assert (row["mfu_pct"], row["mfu_peak_source"]) == (None, None)
         assert row["grad_norm"] == 1.5
         assert 0 < row["loss"] < 10
+        assert row["wall_source"] == "host"
         assert row["memory_source"] == "rss"
         assert row["allocated_bytes"] is row["peak_active_bytes"] is row["alloc_retries"] is None
         assert row["rss_bytes"] > 10**7
@@ -212,6 +213,23 @@ def test_exception_in_a_phase(tmp_path: Path) -> None:
     assert failed["peak_allocated_bytes"] > 0
     assert {"ProfilerStep#1", "ProfilerStep#3"} <= {e.get("name") for e in trace_events(tmp_path, 3)}
     assert read.manifest["end_state"] == "failed"
+
+
+def test_profiler_that_fails_to_start_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(torch.profiler.profile):
+        def start_trace(self) -> None:
+            raise RuntimeError("no tracing here")
+
+        def stop_trace(self) -> None:
+            raise AssertionError("torch crashes the process here")
+
+    monkeypatch.setattr(torch.profiler, "profile", Failing)
+    with pytest.raises(RuntimeError, match="no tracing here"):
+        train(tmp_path, 4, config=Recorder.Config(trace=Window(start=2, steps=1), memory=Window()))
+    read = read_recording(tmp_path)
+    assert read.failed_ranks == {0: "RuntimeError: no tracing here"}
+    assert len(read.steps[0]) == 2
+    assert not [note for note in read.ranks[0]["notes"] if "not saved" in note]
 
 
 def test_exception_between_steps(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol, cast
 
 from harness import __version__
 from harness.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, MeshscopeError, UsageError
-from harness.text import printable
+from harness.text import one_line
 
 # Command -> what `meshscope --help` says. The module is harness.commands.<command>.
 COMMANDS = {
@@ -42,7 +42,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line instead of a usage block in front of it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(message)} (see {self.prog} --help)\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -94,13 +94,13 @@ def main(argv: list[str] | None = None) -> int:
         args = build_parser(command).parse_args(argv, argparse.Namespace(overrides=overrides))
         return load_command(args.command).run(args)
     except MeshscopeError as error:
-        print(f"meshscope {command}: error: {printable(str(error))}", file=sys.stderr)
+        print(f"meshscope {command}: error: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         raise
     except OSError as error:  # what no command foresaw: a full disk, a name that the file system does not take
         place = "" if error.filename is None else f"{error.filename}: "
-        reason = printable(f"{place}{error.strerror or type(error).__name__}")
+        reason = one_line(f"{place}{error.strerror or type(error).__name__}")
         print(f"meshscope {command}: error: {reason}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:

@@ -27,6 +27,8 @@ OLDEST_TORCH = (2, 11)
 # What NCCL's shared-memory transport needs on a host; containers start with 64 MiB unless told otherwise.
 SHARED_MEMORY_BYTES = 256 * 2**20
 LATER_MODES = ("shared-gpu", "rehearsal")
+# Least resident memory of a process that has imported torch and joined a group, what all share not counted.
+RANK_MEMORY_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,7 @@ def choose_mode(config: Trainer.Config, requested: Mode | None) -> tuple[Mode, s
         raise UnavailableError(f"torch is not installed: {INSTALL_TORCH}")
     wanted = config.training.device
     if requested == "cpu" or (requested is None and wanted == "cpu"):
+        _require_memory(config.world_size)
         return "cpu", "asked for"
 
     usable, why = usable_gpus()
@@ -78,10 +81,25 @@ def choose_mode(config: Trainer.Config, requested: Mode | None) -> tuple[Mode, s
     if len(usable) >= config.world_size:
         return "real", f"{len(usable)} CUDA devices"
     if requested is None and wanted == "auto":
+        _require_memory(config.world_size)
         return "cpu", short
     raise UnavailableError(
         f"mode real needs one CUDA device per rank, here are {short}: lower --nproc or use --mode cpu"
     )
+
+
+def _require_memory(world_size: int) -> None:
+    """Raises `UnavailableError` for more ranks than this machine's memory can hold even if their model is nothing."""
+    most = max(1, _memory_bytes() // RANK_MEMORY_BYTES)
+    if world_size > most:
+        raise UnavailableError(
+            f"world_size={world_size}: this machine's {_memory_bytes() / 2**30:.1f} GiB of memory hold at most {most} "
+            "ranks of mode cpu: lower it (--nproc), or predict it with meshscope ledger"
+        )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def usable_gpus() -> tuple[list[Gpu], str | None]:
@@ -231,8 +249,7 @@ def _examine_gpus(report: Report, why_none: str | None, *, gloo_only: bool) -> N
 def _examine_host(report: Report) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     report.checks.append(Check(name="cores", state="ok", value=str(cores)))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    report.checks.append(Check(name="memory", state="ok", value=f"{memory / 2**30:.1f} GiB"))
+    report.checks.append(Check(name="memory", state="ok", value=f"{_memory_bytes() / 2**30:.1f} GiB"))
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return

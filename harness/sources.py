@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_PARTIAL, InputError
+from harness.text import one_line
 
 GZIP_MAGIC = b"\x1f\x8b"
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -157,13 +158,16 @@ def candidates(folder: Path, errors: list[InputError]) -> Iterator[Path]:
     def cannot_list(error: OSError) -> None:
         errors.append(InputError(error.filename or folder, reason_of(error)))
 
-    found = []
-    for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=False):
-        own = OWN_FOLDERS | RECORDING_FOLDERS if "manifest.json" in names else OWN_FOLDERS
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in own]
-        names = [name for name in names if not name.startswith(".") and name not in OWN_FILES]
-        paths = (Path(parent, name) for name in names if not name.endswith(UNFINISHED))
-        found += [path for path in paths if named_like_input(path) or looks_like_input(path)]
+    found: list[Path] = []
+    try:
+        for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=False):
+            own = OWN_FOLDERS | RECORDING_FOLDERS if "manifest.json" in names else OWN_FOLDERS
+            folders[:] = [name for name in folders if not name.startswith(".") and name not in own]
+            names = [name for name in names if not name.startswith(".") and name not in OWN_FILES]
+            paths = (Path(parent, name) for name in names if not name.endswith(UNFINISHED))
+            found += [path for path in paths if named_like_input(path) or looks_like_input(path)]
+    except RecursionError:  # os.walk recurses before Python 3.12
+        errors.append(InputError(folder, "holds folders nested too deeply: the rest of it is left out"))
     return iter(sorted(found, key=lambda path: natural_key(path.relative_to(folder))))
 
 
@@ -230,7 +234,8 @@ def mesh_of(manifest: Path) -> dict[str, list[list[int]]]:
 def stated_by(manifest: Path) -> dict[str, Any]:
     """What a manifest says; nothing where there is none to read (reading the recording itself reports that)."""
     try:
-        stated = msgspec.json.decode(manifest.read_bytes())
+        # A pipe of that name would have no end.
+        stated = msgspec.json.decode(manifest.read_bytes()) if manifest.is_file() else None
     except (OSError, msgspec.DecodeError):
         return {}
     return stated if isinstance(stated, dict) else {}
@@ -243,7 +248,3 @@ def natural_key(path: Path) -> list[tuple[int, str]]:
 
 def reason_of(error: OSError) -> str:
     return (error.strerror or type(error).__name__).lower()
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.splitlines())

@@ -8,6 +8,11 @@ GIB = 2**30
 MIB = 2**20
 
 
+def one_line(text: str) -> str:
+    """Its lines joined by spaces, other control characters (a file's name may hold escape codes) as `?`."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.splitlines()))
+
+
 def table(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],

@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.checkpoints import find_checkpoint, read_header
 from harness.config import Decoder, Parallelism, Trainer
 from harness.errors import UsageError
+from harness.limits import require_possible
 
 TEXT_TOKENS = 258
 """Of the byte-level tokenizer: 256 bytes, and one each for the beginning and the end of a document."""
@@ -25,6 +26,7 @@ POSITIVE_TRAINING = (
 
 def validate(config: Trainer.Config) -> None:
     """Raises `UsageError`, one line that says what to change, for a configuration that cannot run."""
+    require_possible(config)
     model, layout, training = config.model, config.parallelism, config.training
     positive = {
         "world_size": config.world_size,

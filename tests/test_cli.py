@@ -70,6 +70,22 @@ def test_print_config_is_the_resolved_tree(meshscope, tmp_path):
         (("--training.steps", "some"), ["training.steps"]),
         (("--training.steps",), ["--training.steps needs a value"]),
         (("--timeout", "0"), ["--timeout 0 must be above 0"]),
+        (("--timeout", "nan"), ["--timeout nan must be above 0"]),
+        (("--optimizer.lr=inf",), ["optimizer.lr=inf must be a finite number"]),
+        (("--model.norm_eps=nan",), ["model.norm_eps=nan must be a finite number"]),
+        (("--optimizer.beta1=1",), ["optimizer.beta1=1.0 must be in [0, 1)"]),
+        (("--model.rope_theta=0",), ["model.rope_theta=0.0 must be above 0"]),
+        (("--optimizer.weight_decay=-1",), ["optimizer.weight_decay=-1.0 must be 0 or above"]),
+        ((f"--model.dim={10**30}",), ["at most 1,000,000,000,000"]),
+        ((f"--training.seed={2**64}",), ["a 64-bit number"]),
+        (("--nproc", "200000", "--parallelism.dp_shard=-1"), ["world_size=200000 must be at most 131,072"]),
+        (("--model.dim=",), ["model.dim: Expected `int`"]),
+        (("--\x1b[31m\n",), ["unrecognized arguments: --?[31m"]),
+        (("--module", ""), ["no module ''"]),
+        (("--module", ".."), ["no module '..'"]),
+        (("--module", "a" * 300), ["no module"]),
+        (("--module", "b" * 300 + ".py"), ["there is no such file"]),
+        (("--module", "a\nb"), ["no module"]),
         (("--nproc", "two"), ["--nproc"]),
         (("--frobnicate",), ["--frobnicate"]),
     ],
@@ -132,6 +148,11 @@ def test_faults_of_a_users_file_are_one_line_with_the_place(meshscope, users_fil
     assert_refused(meshscope(*module, "returns_a_number"), 2, "returned int, not a Trainer.Config")
     assert_refused(meshscope(*module, "helper"), 2, "it has: mine, raises, returns_a_number")
 
+    for ends in ("import sys; sys.exit(7)", "raise SystemExit"):
+        users_file.write_text(f"x = 1\n{ends}\n")
+        assert_refused(meshscope(*module, "mine"), 2, f"{users_file}:2: SystemExit")
+    users_file.write_text("async def later(): ...\n")
+    assert_refused(meshscope(*module, "later"), 2, "none: it defines no function")
     users_file.write_text("import nowhere_to_be_found\n")
     assert_refused(meshscope(*module, "mine"), 2, f"{users_file}:1: ModuleNotFoundError")
     users_file.write_text("x = 1\ndef broken(:\n")
@@ -154,6 +175,50 @@ def test_mode_that_this_machine_lacks_is_refused(meshscope, tmp_path):
     llama = ("run", "--module", "llama3", "--config", "llama3_1b")
     assert_refused(meshscope(*llama, torch=True, **hidden), 5, "0 usable CUDA devices for 8 ranks")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_ranks_than_memory_can_hold_are_not_started(meshscope, tmp_path):
+    arguments = ("--mode", "cpu", "--nproc", "100000", "--parallelism.dp_shard=-1", "--model.dim=256")
+    assert_refused(meshscope(*TINY, *arguments, torch=True), 5, "world_size=100000", "at most", "meshscope ledger")
+    assert list(tmp_path.iterdir()) == [], "something was started"
+
+
+@pytest.mark.parametrize("command", ["report", "overlap", "memory"])
+def test_a_path_that_no_file_can_have(meshscope, command):
+    assert_refused(meshscope(command, "x" * 5000), 3, "xxx: ", "ile name too long")
+    assert_refused(meshscope(command, "red\x1b[31m\nend"), 3, "red?[31m end: no such file or directory")
+
+
+def program(tmp_path, redirections, **environment):
+    """`meshscope doctor` in a shell, with its streams redirected."""
+    return subprocess.run(
+        ["/bin/sh", "-c", f'"{sys.executable}" -m harness.cli doctor {redirections}'],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent), **environment},
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line(tmp_path):
+    done = program(tmp_path, ">/dev/full")
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+    assert "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_nothing(tmp_path, closed):
+    done = program(tmp_path, closed)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("mode cpu" in done.stdout) == (">&- 2" not in closed and closed != ">&-")
+
+
+def test_output_in_an_encoding_that_lacks_characters(tmp_path, meshscope):
+    mine = tmp_path / "mine.py"
+    mine.write_text("from harness.config import Trainer\ndef é() -> Trainer.Config: return Trainer.Config()\n", "utf-8")
+    done = meshscope("run", "--module", "mine.py", "--config", "x", PYTHONIOENCODING="ascii")
+    assert_refused(done, 2, "it has: \\xe9")
 
 
 def test_doctor_says_what_is_missing_without_torch(meshscope):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.checkpoints import find_checkpoint
 from harness.config import Trainer, to_json
 from harness.doctor import LATER_MODES, choose_mode
 from harness.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -20,6 +21,7 @@ from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import Mode
 from harness.report import build
 from harness.report.text import render
+from harness.validation import validate_inputs
 
 TAKES_OVERRIDES = True
 DEFAULT_PARENT = Path("runs") / "out"
@@ -51,10 +53,13 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(to_json(config))
         return EXIT_OK
-    if args.timeout <= 0:
+    if not args.timeout > 0:  # NaN is not, either
         raise UsageError(f"--timeout {args.timeout:g} must be above 0")
     mode, why = choose_mode(config, args.mode)
     config.training.device = "cuda" if mode == "real" else "cpu"
+    validate_inputs(config)
+    if config.checkpoint.load is not None:  # said in the recording, and before `latest` becomes this run
+        config.checkpoint.load = str(find_checkpoint(Path(config.checkpoint.load)).resolve())
     directory = _out_directory(args.out, config.name)
 
     _say(f"{config.name}: {config.world_size} ranks, mode {mode} ({why}), recording to {directory}")

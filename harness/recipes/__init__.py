@@ -53,7 +53,10 @@ def recipes_of(module: ModuleType) -> dict[str, Recipe]:
     functions = {
         name: function
         for name, function in vars(module).items()
-        if inspect.isfunction(function) and not name.startswith("_") and function.__module__ == module.__name__
+        if inspect.isfunction(function)
+        and not name.startswith("_")
+        and function.__module__ == module.__name__
+        and not inspect.iscoroutinefunction(function)
     }
     annotated = {name: f for name, f in functions.items() if _returns_config(f)}
     callable_as_is = {name: f for name, f in functions.items() if not _required_parameters(f)}
@@ -79,12 +82,13 @@ def _load_module(module: str) -> ModuleType:
         return importlib.import_module(f"{__name__}.{module}")
     if module.endswith(".py") or os.sep in module:
         path = Path(module)
-        if not path.is_file():
+        if not _is_file(path):
             raise UsageError(f"--module {module}: there is no such file (seen from {Path.cwd()})")
         return _load_file(path)
-    local = Path(*module.split(".")).with_suffix(".py")
-    if all(part.isidentifier() for part in module.split(".")):
-        if local.is_file():
+    parts = module.split(".")
+    local = Path(*parts[:-1], f"{parts[-1]}.py")
+    if all(part.isidentifier() for part in parts):
+        if _is_file(local):
             return _load_file(local)
         with _one_line(None, f"--module {module}"):
             if _is_installed(module):
@@ -93,6 +97,13 @@ def _load_module(module: str) -> ModuleType:
         f"no module {module!r}: built in are {', '.join(BUILT_IN)}; "
         f"your own is a path to a .py file, or a dotted name of one under this folder (here: {local})"
     )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no name that the file system takes
+        return False
 
 
 def _is_installed(module: str) -> bool:
@@ -107,7 +118,7 @@ def _load_file(path: Path) -> ModuleType:
     name = f"meshscope_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise UsageError(f"--module {path}: is not a Python file")
+        raise UsageError(f"--module {path}: is not a Python file (its name must end in .py)")
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[name] = loaded  # dataclasses look their module up by name
     sys.path[:0] = [str(path.resolve().parent), str(Path.cwd())]
@@ -126,7 +137,8 @@ def _one_line(file: str | None, what: str) -> Iterator[None]:
         yield
     except MeshscopeError:
         raise
-    except Exception as error:  # foreign code: it may raise anything, and all of it is the user's to see in one line
+    # Foreign code: it may raise anything, or end the process, and all of it is the user's to see in one line.
+    except (Exception, SystemExit) as error:
         place = ""
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{error.filename}:{error.lineno}: "

@@ -1,0 +1,284 @@
+"""Everything `meshscope doctor` says, put together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness import __version__
+from harness.doctor import gpu_checks
+from harness.doctor.facts import Facts, TorchFacts, gather
+from harness.doctor.findings import Check, Device, Report
+from harness.doctor.modes import INSTALL_TORCH, LATER_MODES, find_torch
+from harness.nvml import visible_gpus
+from harness.variables import Library, Variable, configuration_files
+from harness.variables import examine as examine_variables
+
+OLDEST_TORCH = (2, 11)
+# The first NCCL that lets several ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE).
+NCCL_SHARING_A_GPU = (2, 30)
+# What NCCL's shared-memory transport needs on a host; containers start with 64 MiB unless told otherwise.
+SHARED_MEMORY_BYTES = 256 * 2**20
+CUDA_BUILD = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+
+
+def examine(environment: Mapping[str, str] = os.environ) -> Report:
+    """Asks torch, the driver and NVML, each in its own process and with a timeout; never raises for what they do."""
+    spec = find_torch()
+    facts = gather(with_torch=spec is not None)
+    report = Report()
+    report.devices = _devices(facts, environment)
+    report.variables = _variables(
+        report, facts, environment, Path(spec.origin).parent if spec and spec.origin else None
+    )
+    usable = gpu_checks.usable_devices(facts, environment)
+    cpu = facts.torch.gloo and _recent(facts.torch)
+    report.modes = {
+        "cpu": None if cpu else 0,
+        "real": usable if cpu and facts.torch.nccl else 0,
+        **dict.fromkeys(LATER_MODES, 0),
+    }
+    report.checks = [
+        *_software(),
+        *_torch(facts),
+        *gpu_checks.examine(facts, environment),
+        *_host(has_gpus=bool(report.devices)),
+        *_settings(report.variables, environment),
+        *_optional(),
+    ]
+    return report
+
+
+def _devices(facts: Facts, environment: Mapping[str, str]) -> list[Device]:
+    if facts.machine is None:
+        return []
+    visible = gpu_checks.seen_by_cuda(facts)
+    if visible is None:
+        visible = [gpu for gpu, _ in visible_gpus(facts.machine, environment.get("CUDA_VISIBLE_DEVICES"))]
+    return [
+        Device(gpu=gpu, cuda_devices=[place for place, seen in enumerate(visible) if seen == gpu])
+        for gpu in facts.machine.gpus
+    ]
+
+
+def _software() -> list[Check]:
+    python = Check(group="software", name="python", state="ok", value=f"{platform.python_version()} ({sys.executable})")
+    requirements = _requirements()
+    if requirements is None:
+        value = f"{__version__}, from a folder: its dependencies are not checked"
+        return [python, Check(group="software", name="meshscope", state="ok", value=value)]
+    missing = [name for name, extra in requirements if extra is None and name != "torch" and not _installed(name)]
+    if not missing:
+        return [python, Check(group="software", name="meshscope", state="ok", value=__version__)]
+    value = f"{__version__}, without {', '.join(missing)}"
+    fix = "pip install " + " ".join(missing)
+    return [python, Check(group="software", name="meshscope", state="missing", value=value, fix=fix)]
+
+
+def _requirements() -> list[tuple[str, str | None]] | None:
+    """(distribution, extra it belongs to or None) of the installed meshscope; None if it runs from a folder."""
+    try:
+        lines = importlib.metadata.requires("meshscope") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = []
+    for line in lines:
+        name = re.match(r"[\w.-]+", line)
+        extra = re.search(r"extra\s*==\s*['\"](\w+)", line)
+        if name:
+            found.append((name[0], extra[1] if extra else None))
+    return found
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _recent(torch: TorchFacts) -> bool:
+    return torch.release is not None and torch.release >= OLDEST_TORCH
+
+
+def _torch(facts: Facts) -> list[Check]:
+    torch = facts.torch
+    if torch.version is None:
+        return [
+            Check(group="torch", name="torch", state="missing", value=torch.error or "says nothing", fix=INSTALL_TORCH)
+        ]
+    recent = _recent(torch)
+    build = f"CUDA {torch.cuda}" if torch.cuda else "CPU build"
+    checks = [
+        Check(
+            group="torch",
+            name="torch",
+            state="ok" if recent else "missing",
+            value=f"{torch.version}, {build}" + (f", cuDNN {torch.cudnn}" if torch.cudnn else ""),
+            fix=None if recent else INSTALL_TORCH,
+        )
+    ]
+    if torch.error:
+        fix = "see the driver and the GPUs below"
+        checks.append(Check(group="torch", name="CUDA in torch", state="missing", value=torch.error, fix=fix))
+    backends = [name for name, there in (("gloo", torch.gloo), ("nccl", torch.nccl)) if there]
+    checks.append(
+        Check(
+            group="torch",
+            name="backends",
+            state="ok" if torch.gloo else "missing",
+            value=", ".join(backends) or "none",
+            fix=None if torch.gloo else INSTALL_TORCH,
+        )
+    )
+    if torch.nccl:
+        checks += _nccl(torch)
+    elif facts.machine and facts.machine.gpus:
+        value = "CPU build on a machine with GPUs" if not torch.cuda else "built without NCCL"
+        checks.append(Check(group="torch", name="NCCL", state="missing", value=value, fix=CUDA_BUILD))
+    checks += [
+        Check(group="torch", name="on import", state="warning", value=text, fix="see the text")
+        for text in torch.warnings
+    ]
+    return checks
+
+
+def _nccl(torch: TorchFacts) -> list[Check]:
+    loaded = torch.nccl_loaded
+    where = torch.libraries.get("libnccl")
+    value = f"{loaded} loaded ({where})" if loaded else "linked into torch"
+    checks = [Check(group="torch", name="NCCL", state="ok", value=f"{value}, torch was built with {torch.nccl_built}")]
+    version = tuple(int(part) for part in (loaded or torch.nccl_built or "0").split(".")[:2])
+    enough = version >= NCCL_SHARING_A_GPU
+    needed = ".".join(map(str, NCCL_SHARING_A_GPU))
+    major = (torch.cuda or "").partition(".")[0]
+    checks.append(
+        Check(
+            group="torch",
+            name="ranks per GPU",
+            state="ok" if enough else "optional",
+            value="several, with NCCL_MULTI_RANK_GPU_ENABLE=1" if enough else f"one: several need NCCL {needed}",
+            fix=None if enough else f"pip install 'nvidia-nccl-cu{major}>={needed}'",
+        )
+    )
+    return checks
+
+
+def _host(*, has_gpus: bool) -> list[Check]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    checks = [
+        Check(group="host", name="cores", state="ok", value=str(cores)),
+        Check(group="host", name="memory", state="ok", value=f"{memory / 2**30:.1f} GiB"),
+    ]
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        enough = size >= SHARED_MEMORY_BYTES or not has_gpus
+        checks.append(
+            Check(
+                group="host",
+                name="/dev/shm",
+                state="ok" if enough else "missing",
+                value=f"{size / 2**30:.2f} GiB",
+                fix=None if enough else "NCCL needs more: start the container with --shm-size=1g or --ipc=host",
+            )
+        )
+    return checks
+
+
+def _variables(
+    report: Report, facts: Facts, environment: Mapping[str, str], torch_folder: Path | None
+) -> list[Variable]:
+    variables, failures = examine_variables(libraries(facts, torch_folder), environment, facts.torch.release)
+    report.errors += [{"file": str(path), "offset": None, "reason": reason} for path, reason in failures]
+    return variables
+
+
+def libraries(facts: Facts, torch_folder: Path | None) -> list[Library]:
+    """The files that a run here loads: as torch's process had them mapped, else where the wheels put them."""
+    torch = facts.torch
+    on_disk = {}
+    if torch_folder:
+        folders = (torch_folder / "lib", torch_folder.parent / "nvidia" / "nccl" / "lib")
+        on_disk = {path.name.partition(".so")[0]: path for folder in folders for path in folder.glob("*.so*")}
+
+    def find(name: str) -> Library:
+        mapped = torch.libraries.get(name)
+        path = Path(mapped) if mapped else on_disk.get(name)
+        if path is None and torch.version is None:
+            return Library(name=name, path=None, reason=f"torch is not there ({torch.error})")
+        if path is None and torch.cuda is None:
+            return Library(name=name, path=None, absent="not in this build", reason="torch is a CPU build")
+        return Library(name=name, path=path, reason="not found where torch is installed")
+
+    found = {name: find(name) for name in ("libtorch_cuda", "libtorch_cpu", "libc10_cuda", "libc10", "libnccl")}
+    if found["libnccl"].path is None and found["libtorch_cuda"].path:  # a build that links NCCL statically
+        found["libnccl"] = Library(name="libnccl", path=found["libtorch_cuda"].path)
+    if torch.version is not None and torch.cuda is None:
+        # The allocator's names are in libc10 whatever it was built for, and no CPU build allocates with them.
+        found["libc10"] = found["libc10_cuda"]
+        found["libcuda"] = Library(name="libcuda", path=None, absent="not in this build", reason="torch is a CPU build")
+    else:
+        path = Path(facts.cuda.library) if facts.cuda.library else None
+        found["libcuda"] = Library(name="libcuda", path=path, reason=facts.cuda.error or "no driver")
+    return list(found.values())
+
+
+def _settings(variables: list[Variable], environment: Mapping[str, str]) -> list[Check]:
+    checks = []
+    for variable in variables:
+        if variable.value is None or variable.state == "live":
+            continue
+        name = f"{variable.name}={variable.value}"
+        if variable.state == "deprecated alias":
+            fix = f"set {variable.alias_of} instead"
+        elif variable.state in ("ignored", "not in this build"):
+            fix = f"unset {variable.name}"
+        elif "did you mean" in variable.evidence:
+            fix = "check its spelling"
+        else:
+            continue
+        value = f"{name}: {variable.state}, {variable.evidence}"
+        checks.append(Check(group="environment", name="variables", state="warning", value=value, fix=fix))
+    for path, names in configuration_files(environment, Path.home()).items():
+        value = f"{path} sets {', '.join(names) or 'nothing'}"
+        checks.append(Check(group="environment", name="NCCL settings", state="ok", value=value))
+    return checks
+
+
+def _optional() -> list[Check]:
+    checks = []
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    checks.append(
+        Check(
+            group="optional",
+            name="C++ compiler",
+            state="ok" if compiler else "optional",
+            value=compiler or "none: torch.compile needs one",
+            fix=None if compiler else "apt-get install g++",
+        )
+    )
+    extras: dict[str, list[str]] = {}
+    for name, extra in _requirements() or ():
+        if extra:
+            extras.setdefault(extra, []).append(name)
+    for extra, names in extras.items():
+        missing = [name for name in names if not _installed(name)]
+        checks.append(
+            Check(
+                group="optional",
+                name=f"extra {extra}",
+                state="optional" if missing else "ok",
+                value=f"without {', '.join(missing)}" if missing else "installed",
+                fix=f"pip install 'meshscope[{extra}]'" if missing else None,
+            )
+        )
+    return checks

@@ -1,4 +1,5 @@
-"""What a block holds: from the label our recorder gave its allocation, else from the stack and stream.
+"""What a block holds: what our recorder found to hold it at the end, else the label of its allocation, else what its
+stack, stream and phase tell.
 
 The rules know the files and functions of PyTorch's FSDP2, tensor parallelism, pipelining, optimizers and
 checkpointing. The first rule that holds decides, so the most specific stand first.
@@ -74,11 +75,14 @@ def labels_of(metadata: str) -> dict[str, str]:
 
 
 def category_of(block: BlockLife, *, history_has_stacks: bool) -> str:
-    """The category of a block: its label, else the first rule that holds, else what its missing stack means.
+    """The category of a block: of its holder at the end, else its label, else the first rule that holds, else that of
+    its phase, else what its missing stack means.
 
     A block from before the history without a stack is `pre_window`. One allocated within it without a Python
     stack, where others have one, comes from autograd's own threads: `backward`.
     """
+    if block.held_as is not None:
+        return block.held_as
     labels = labels_of(block.metadata)
     label = labels.get("category")
     if label and label != _PHASE_LABELS.get(labels.get("phase", "")):
@@ -90,6 +94,8 @@ def category_of(block: BlockLife, *, history_has_stacks: bool) -> str:
         return label
     if category := _first_match(GENERAL_RULES, stack, block.stream):
         return category
+    if block.phase in _PHASE_LABELS:  # by a range: in the backward, gradients of activations as well
+        return BACKWARD if block.phase == "backward" else _PHASE_LABELS[block.phase]
     if has_python_frames(block.frames):
         return UNKNOWN
     if block.allocated_at is None:

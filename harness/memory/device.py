@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.memory.composition import Share, composition_by_category, composition_by_site
 from harness.memory.frames import allocation_site
+from harness.memory.labels import place_blocks
 from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, history_state, records_requests, replay
 from harness.memory.snapshot import Action, Device
 from harness.memory.stacking import Stacking, measure_stacking
@@ -44,6 +45,7 @@ def analyse_device(device: Device) -> DeviceAnalysis:
     """Replays one device of a snapshot."""
     timeline = replay(device)
     lives = follow_blocks(device)
+    place_blocks(device, lives)
     return DeviceAnalysis(device, timeline, lives, measure_stacking(device, timeline, lives))
 
 

@@ -7,6 +7,7 @@ Allocated and active are in requested bytes (events record no other size), reser
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +72,8 @@ class BlockLife:
     """One block from allocation to reuse; the indices point into the history.
 
     `allocated_at` is None for a block that was there before the history; `requested_at` and `completed_at` are
-    None where the history holds no such event.
+    None where the history holds no such event. `held_as` is the category of what still holds the block at the end,
+    where that is known; `phase` and `step` say when it was allocated (see `harness.memory.labels`).
     """
 
     size: int
@@ -81,6 +83,9 @@ class BlockLife:
     allocated_at: int | None = None
     requested_at: int | None = None
     completed_at: int | None = None
+    held_as: str | None = None
+    phase: str | None = None
+    step: int | None = None
 
 
 @dataclass(slots=True)
@@ -198,15 +203,22 @@ def _join_final_blocks(
     live: dict[int, BlockLife],
     pending: dict[tuple[int, int], BlockLife],
 ) -> None:
-    """Adds the blocks that were there before the history and still are; counts those that should be there."""
+    """Adds the blocks that were there before the history and still are, and says what holds those that live at the
+    end; counts those that should be there."""
 
     found = 0
+    addresses = [holder.address for holder in device.holders]
     for block in device.blocks():
         if block.state == "active_allocated":
-            if block.address in live:
+            life = live.get(block.address)
+            if life is not None:
                 found += 1
             else:
-                lives.blocks.append(BlockLife(block.requested_size, block.stream, block.frames, ""))
+                life = BlockLife(block.requested_size, block.stream, block.frames, "")
+                lives.blocks.append(life)
+            first = bisect_left(addresses, block.address)
+            if first < len(addresses) and addresses[first] < block.address + block.size:
+                life.held_as = device.holders[first].category
         elif block.state in PENDING_STATES:
             freed = pending.get((block.address, block.stream))
             if freed is not None and freed.allocated_at is None:

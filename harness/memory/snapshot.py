@@ -42,6 +42,9 @@ PENDING_STATES = ("active_pending_free", "active_awaiting_free")
 _STATES = ("active_allocated", "inactive", *PENDING_STATES)
 _LIMIT = 1 << 63
 
+# What our recorder adds to a snapshot: which storages hold parameters, gradients, optimizer states and buffers.
+LABELS_KEY = "meshscope_labels"
+
 
 @dataclass(slots=True)
 class Block:
@@ -91,13 +94,29 @@ class History:
         return len(self.action)
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What held a storage when the snapshot was made, as our recorder wrote it: `category` (parameter, gradient,
+    optimizer_state, buffer) and the storage's address and size (bytes)."""
+
+    address: int
+    size: int
+    category: str
+    name: str
+
+
 @dataclass(slots=True)
 class Device:
-    """One device of a snapshot: its final segments and its history (empty if none was recorded)."""
+    """One device of a snapshot: its final segments and its history (empty if none was recorded).
+
+    `holders` are in the order of their addresses; `annotations` are those of the whole snapshot.
+    """
 
     index: int
     segments: list[Segment]
     history: History
+    holders: list[Holder] = field(default_factory=list)
+    annotations: list[Annotation] = field(default_factory=list)
 
     def blocks(self) -> Iterator[Block]:
         for segment in self.segments:
@@ -154,11 +173,13 @@ def parse_snapshot(content: Any) -> Snapshot:
     for device, trace in enumerate(traces):
         if trace:
             histories[device] = _history(trace, f"device_traces[{device}]")
+    holders = _holders(content.get(LABELS_KEY) or [])
+    annotations = _annotations(content.get("external_annotations") or [])
     devices = [
-        Device(index, segments.get(index, []), histories.get(index) or History())
+        Device(index, segments.get(index, []), histories.get(index) or History(), holders.get(index, []), annotations)
         for index in sorted(segments.keys() | histories.keys())
     ]
-    return Snapshot(devices, _annotations(content.get("external_annotations") or []))
+    return Snapshot(devices, annotations)
 
 
 def printable(text: str) -> str:
@@ -268,3 +289,19 @@ def _annotations(items: Any) -> list[Annotation]:
             )
         )
     return annotations
+
+
+def _holders(items: Any) -> dict[int, list[Holder]]:
+    """Device -> its holders, by address."""
+    holders: dict[int, list[Holder]] = {}
+    for where, item in _items(items, LABELS_KEY):
+        category, name = item.get("category"), item.get("name")
+        if not (isinstance(category, str) and category and isinstance(name, str)):
+            raise MalformedSnapshotError(f"{where} has no category or no name")
+        holder = Holder(
+            _integer(item, "address", where), _bytes(item, "size", where), printable(category), printable(name)
+        )
+        holders.setdefault(_integer(item, "device", where), []).append(holder)
+    for found in holders.values():
+        found.sort(key=lambda holder: holder.address)
+    return holders

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from harness.memory.categories import labels_of
+from harness.memory.ranges import Key, phase_of_range, ranges_of, step_of_range
 from harness.memory.replay import Timeline
 from harness.memory.snapshot import Annotation, Device, Snapshot
 
-Key = TypeVar("Key", bound=Hashable)
-
 PHASES = ("forward", "backward", "optimizer")
-_STEP = re.compile(r"^(?:ProfilerStep#|step[/ ])(\d{1,15})$")
-_PHASE = re.compile(r"^(?:phase/|meshscope[:/])?(forward|backward|optimizer)(?:[/ ]\d+)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +36,6 @@ class RangePeaks:
 def _higher(a: int | None, b: int | None) -> int | None:
     known = [value for value in (a, b) if value is not None]
     return max(known) if known else None
-
-
-def step_of_range(name: str) -> int | None:
-    """N of `ProfilerStep#N` and `step/N`, else None."""
-    match = _STEP.match(name)
-    return int(match[1]) if match else None
-
-
-def phase_of_range(name: str) -> str | None:
-    """forward, backward or optimizer for the ranges that bear that name or torch's `Optimizer.step#…`."""
-    if name.startswith("Optimizer.step#"):
-        return "optimizer"
-    match = _PHASE.match(name)
-    return match[1] if match else None
 
 
 def peaks_between(timeline: Timeline, start_us: int, end_us: int | None) -> RangePeaks:
@@ -110,7 +92,7 @@ def _range_peaks(
 ) -> dict[Key, RangePeaks]:
     timed = [timeline for timeline in timelines if timeline.time_us is not None]
     peaks: dict[Key, RangePeaks] = {}
-    for key, start_us, end_us in _ranges(annotations, key_of):
+    for key, start_us, end_us in ranges_of(annotations, key_of):
         for timeline in timed:
             assert timeline.time_us is not None
             if end_us is not None and end_us <= timeline.time_us[0]:
@@ -118,26 +100,6 @@ def _range_peaks(
             found = peaks_between(timeline, start_us, end_us)
             peaks[key] = found.union(peaks[key]) if key in peaks else found
     return peaks
-
-
-def _ranges(
-    annotations: Iterable[Annotation], key_of: Callable[[str], Key | None]
-) -> Iterator[tuple[Key, int, int | None]]:
-    """(key, start, end) of each range; end is None for one still open, a range that was open already is left out."""
-    open_ranges: dict[str, list[tuple[Key, int]]] = {}
-    for annotation in annotations:
-        key = key_of(annotation.name)
-        if key is None:
-            continue
-        stack = open_ranges.setdefault(annotation.name, [])
-        if annotation.start:
-            stack.append((key, annotation.time_us))
-        elif stack:
-            key, start_us = stack.pop()
-            yield key, start_us, annotation.time_us
-    for stack in open_ranges.values():
-        for key, start_us in stack:
-            yield key, start_us, None
 
 
 def recorded_peaks(row: Mapping[str, Any]) -> RangePeaks:

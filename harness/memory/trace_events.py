@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from harness.memory.ranges import step_of_range
 from harness.memory.replay import Int64
-from harness.memory.steps import RangePeaks, step_of_range
+from harness.memory.steps import RangePeaks
 from harness.trace.stream import EventStream
 
 _CPU = 0  # `Device Type`: 0 CPU, 1 CUDA, 6 HIP

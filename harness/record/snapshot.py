@@ -23,9 +23,6 @@ HISTORY_OPTIONS: dict[str, Any] = {
     "global_record_annotations": True,  # ranges opened on the autograd thread too
 }
 
-# torch's viewer and HTA ignore keys that they do not know.
-LABELS_KEY = "meshscope_labels"
-
 
 class MemoryHistory:
     """`torch.cuda.memory._record_memory_history` over the steps of `window`.
@@ -75,7 +72,8 @@ class MemoryHistory:
             snapshot = torch.cuda.memory._snapshot()
         finally:
             self._stop()
-        snapshot[LABELS_KEY] = self._watched.labels("cuda")
+        # Read by harness.memory.snapshot; torch's viewer and HTA ignore keys that they do not know.
+        snapshot["meshscope_labels"] = self._watched.labels("cuda")
         path = snapshot_path(self._directory, completed_steps, self._rank, at_exit=at_exit)
         with atomic_path(path) as temporary, open(temporary, "wb") as file:
             pickle.dump(snapshot, file, protocol=4)  # pytorch.org/memory_viz cannot read 5

@@ -11,9 +11,10 @@ import pytest
 
 from harness.memory import analyse, analyse_sources
 from harness.memory.device import trace_device_json
+from harness.memory.ranges import phase_of_range, step_of_range
 from harness.memory.replay import replay
 from harness.memory.snapshot import parse_snapshot
-from harness.memory.steps import RangePeaks, phase_of_range, phase_peaks, step_of_range, step_peaks
+from harness.memory.steps import RangePeaks, phase_peaks, step_peaks
 from harness.memory.trace_events import read_trace_memory
 from harness.sources import find_sources
 

@@ -4,6 +4,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from harness import recording
 from harness.record.files import RankFiles
 from harness.recording import read_status
 
@@ -50,8 +53,24 @@ def test_a_rank_that_goes_on(tmp_path: Path) -> None:
     assert state(tmp_path) == ("complete", None)
 
 
+def test_failing_between_the_leading_ranks_decision_and_its_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leading, other = started(tmp_path, 2)
+    write_status = recording.write_status
+
+    def late(directory: Path, state: recording.State, reason: str | None = None) -> recording.Status:
+        if state == "complete":
+            fail(other, "RuntimeError: just then", at=10)
+        return write_status(directory, state, reason)
+
+    monkeypatch.setattr(recording, "write_status", late)
+    complete(leading)
+    assert state(tmp_path) == ("failed", "rank 1: RuntimeError: just then")
+
+
 def test_failing_while_the_leading_rank_completes(tmp_path: Path) -> None:
-    for attempt in range(100):
+    for attempt in range(20):
         directory = tmp_path / str(attempt)
         files = started(directory, 3)
         together = threading.Barrier(3)

@@ -15,6 +15,7 @@ from harness.memory import Analysis
 from harness.recording import Recording
 from harness.report.finding import Finding
 from harness.report.findings import find
+from harness.report.over_ranks import by_dimension, mean_parts, step_parts
 from harness.trace import Capture
 
 SCHEMA_VERSION = 1
@@ -33,6 +34,8 @@ class Report:
     not_predicted: str | None = None
     communication: list[compare.Communication] = field(default_factory=list)
     metrics: dict[str, Value] = field(default_factory=dict)
+    dimensions: list[dict[str, Any]] = field(default_factory=list)
+    step_parts: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -72,6 +75,10 @@ class Report:
         return self.measured.memory
 
     @property
+    def mean_parts(self) -> list[dict[str, Any]]:
+        return mean_parts(self.step_parts)
+
+    @property
     def errors(self) -> list[InputError]:
         return self.measured.errors
 
@@ -91,6 +98,8 @@ class Report:
             "missing_ranks": self.recording.missing_ranks if self.recording else [],
             "metrics": {name: value.value for name, value in self.metrics.items()},
             "findings": [asdict(finding) for finding in self.findings],
+            "dimensions": self.dimensions,
+            "step_parts": self.step_parts,
             "steps": self.steps,
             "ranks": self.ranks,
             "overlap": self.overlap,
@@ -117,5 +126,7 @@ def build(path: Path) -> Report:
             compare.put_beside(report.prediction, recording)
     report.communication = compare.communication(report.prediction, report.captures)
     report.metrics = run_metrics(report.measured)
+    report.dimensions = by_dimension(report.overlap)
+    report.step_parts = step_parts(report.captures)
     report.findings = find(report)
     return report

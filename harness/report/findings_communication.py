@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.report.finding import Finding, Severity, of_time, ranks_text
+from harness.report.over_ranks import ALL
 from harness.trace import Capture
 from harness.trace.activity import Activity
 from harness.trace.events import MISSING
@@ -32,53 +33,43 @@ LATE_SHARE = 0.5
 def communication_findings(report: Report) -> Iterator[Finding]:
     if report.overlap is None:
         return
-    yield from exposed(report.overlap["ranks"], report.mode)
+    yield from exposed(report.dimensions, report.mode)
     yield from on_compute_stream(report.captures, report.mode)
     yield from late_ranks(report.overlap["cross_rank"], report.mode)
 
 
-def exposed(entries: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
+def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
     """Per mesh dimension: the share of its communication that no computation hides, and the kind that dominates."""
-    names = dict.fromkeys(item["dimension"] for entry in entries for item in entry["dimensions"])
-    found = []
-    for name in names:
-        mine = [(e, item) for e in entries for item in e["dimensions"] if item["dimension"] == name and item["comm_ns"]]
-        if not mine:
-            continue
-        comm, shown, span = (statistics.mean(i[key] for _, i in mine) for key in ("comm_ns", "exposed_ns", "span_ns"))
-        kinds: dict[str, list[int]] = {}
-        for entry, _ in mine:
-            for one in entry["collectives"]:
-                if one["dimension"] == name:
-                    kinds.setdefault(one["kind"], []).append(one["exposed_ns"])
-        kind, _ = max(((k, sum(v)) for k, v in kinds.items()), key=lambda pair: pair[1], default=("communication", 0))
-        of_span = 100 * shown / span if span else 0.0
-        severity: Severity = (
-            "high" if of_span > EXPOSED_HIGH_PCT else "medium" if of_span > EXPOSED_MEDIUM_PCT else "info"
-        )
-        host = "" if mine[0][0]["source"] == "device" else " (host time)"
-        share = 100 * shown / comm
-        title = f"{name}: {share:.0f} % of communication is exposed, {of_span:.0f} % of the traced time{host}"
+    found = [item for item in dimensions if item["dimension"] != ALL and item["comm_ns"]]
+    for item in sorted(found, key=lambda item: -item["exposed_ns"]):
+        name, kinds = item["dimension"], item["kinds"]
+        share = 100 * item["exposed_ns"] / item["comm_ns"]
+        of_span = 100 * item["exposed_ns"] / item["span_ns"] if item["span_ns"] else 0.0
+        severity: Severity = "info"
+        if of_span > EXPOSED_MEDIUM_PCT:
+            severity = "high" if of_span > EXPOSED_HIGH_PCT else "medium"
+        host = "" if item["sources"] == ["device"] else " (host time)"
+        kind = kinds[0]["kind"] if kinds else None
         if severity == "info":
             title = f"{name}: {100 - share:.0f} % of communication is hidden by compute{host}"
-        finding = Finding(
+        else:
+            title = f"{name}: {share:.0f} % of communication is exposed, {of_span:.0f} % of the traced time{host}"
+        yield Finding(
             severity=of_time(severity, mode),
             title=title,
             evidence={
-                "comm_ns": round(comm),
-                "exposed_ns": round(shown),
+                "comm_ns": item["comm_ns"],
+                "exposed_ns": item["exposed_ns"],
                 "exposed_pct": share,
                 "dominant_kind": kind,
-                "dominant_exposed_ns": round(statistics.mean(kinds[kind])) if kind in kinds else None,
+                "dominant_exposed_ns": kinds[0]["exposed_ns"] if kinds else None,
             },
-            where=f"{name}, {ranks_text([entry['rank'] for entry, _ in mine])} (means)",
-            advice="Nothing to gain here." if severity == "info" else advice(name, kind, share),
+            where=f"{name}, {ranks_text(item['ranks'])} (means)",
+            advice="Little to gain here." if severity == "info" else advice(name, kind, share),
         )
-        found.append((shown, finding))
-    yield from (finding for _, finding in sorted(found, key=lambda pair: -pair[0]))
 
 
-def advice(dimension: str, kind: str, exposed_pct: float) -> str:
+def advice(dimension: str, kind: str | None, exposed_pct: float) -> str:
     if "tp" in dimension or ("dp" not in dimension and exposed_pct > NOTHING_HIDDEN_PCT):
         return (
             "Eager tensor parallelism waits for each of its collectives. Fewer TP ranks, or async TP (compiled, "

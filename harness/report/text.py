@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from harness.compare.steps import PEAKS
+from harness.config import Trainer
 from harness.report.build import Report
 from harness.text import milliseconds, number, percent, printable, quantity, size, table
 
@@ -43,15 +44,9 @@ def _head(report: Report) -> Iterator[str]:
         return
     manifest, config = recording.manifest, report.config
     if config is not None:
-        layout = f"dp_shard {config.dp_shard} × tp {config.parallelism.tp}"
-        if config.parallelism.tp > 1 and config.parallelism.sequence_parallel:
-            layout += " with sequence parallel"
-        model = config.model
-        yield f"  {config.name}: {config.world_size} ranks, {layout}; {config.training.mixed_precision_param}"
-        yield (
-            f"  {model.params:,} parameters ({model.n_layers} layers, width {model.dim}, vocabulary "
-            f"{model.vocab_size:,}); {config.training.micro_batch_size} × {config.training.seq_len} tokens per rank"
-        )
+        about = layout(config)
+        yield f"  {config.name}: {about['layout']}; {about['precision']}"
+        yield f"  {about['model']}; {about['batch']}"
     versions = manifest.get("versions") or {}
     known = [f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl", "driver") if versions.get(name)]
     devices = {str((rank.get("device") or {}).get("name")) for rank in recording.ranks.values()}
@@ -62,6 +57,22 @@ def _head(report: Report) -> Iterator[str]:
         yield f"  {recording.status.state}{reason}"
     if recording.missing_ranks:
         yield f"  without a step: rank {', '.join(map(str, recording.missing_ranks))}"
+
+
+def layout(config: Trainer.Config) -> dict[str, str]:
+    """A configuration in a few words each: layout, precision, model, batch."""
+    parallel, model, training = config.parallelism, config.model, config.training
+    degrees = {"dp_replicate": parallel.dp_replicate, "dp_shard": config.dp_shard, "cp": parallel.cp}
+    degrees |= {"tp": parallel.tp, "pp": parallel.pp}
+    shown = " × ".join(f"{name} {n}" for name, n in degrees.items() if n > 1 or name in ("dp_shard", "tp"))
+    sequence = " with sequence parallel" if parallel.tp > 1 and parallel.sequence_parallel else ""
+    return {
+        "layout": f"{config.world_size} ranks, {shown}{sequence}",
+        "precision": training.mixed_precision_param,
+        "model": f"{model.params:,} parameters ({model.n_layers} layers, width {model.dim}, vocabulary "
+        f"{model.vocab_size:,})",
+        "batch": f"{training.micro_batch_size} × {training.seq_len} tokens per rank",
+    }
 
 
 def _findings(report: Report) -> Iterator[str]:
@@ -151,10 +162,6 @@ def _overlap(report: Report) -> Iterator[str]:
     """Every mesh dimension over the ranks: lowest and highest hidden share, mean times per traced file."""
     if report.overlap is None:
         return
-    found: dict[str, list[dict[str, Any]]] = {"all": [entry["window"] for entry in report.overlap["ranks"]]}
-    for entry in report.overlap["ranks"]:
-        for item in entry["dimensions"]:
-            found.setdefault(item["dimension"], []).append(item)
     sources = sorted({entry["source"] for entry in report.overlap["ranks"]})
     steps = sorted({item["step"] for entry in report.overlap["ranks"] for item in entry["steps"]})
     yield (
@@ -162,16 +169,15 @@ def _overlap(report: Report) -> Iterator[str]:
         f"{' and '.join(sources)} time in ms, mean of {len(report.overlap['ranks'])} ranks"
     )
     rows = []
-    for name, windows in found.items():
-        mean = {key: sum(w[key] for w in windows) / len(windows) for key in ("comm_ns", "overlap_ns", "exposed_ns")}
-        shares = [w["overlap_pct"] for w in windows if w["overlap_pct"] is not None]
-        low, high = (min(shares), max(shares)) if shares else (None, None)
+    for item in report.dimensions:
+        low, high = item["lowest_overlap_pct"], item["highest_overlap_pct"]
         hidden = percent(low) if low == high else f"{number(low, 2)} to {percent(high)}"
-        rows.append([name, *(f"{value / 1e6:.3f}" for value in mean.values()), hidden])
+        means = (milliseconds(item[key]) for key in ("comm_ns", "overlap_ns", "exposed_ns"))
+        rows.append([item["dimension"], *means, hidden])
     yield from table(["dimension", "communication", "hidden by compute", "exposed", "hidden share, over ranks"], rows)
     if "host" in sources:
         yield "  host time: what the calls took on the CPU, not device time (gloo has no device events)"
-    if len(found) > 2:
+    if len(report.dimensions) > 2:
         yield "  dimensions that communicate at the same time: exposed times need not add up"
 
 

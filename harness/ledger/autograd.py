@@ -15,10 +15,12 @@ from harness.ledger.tape import Storage, Tape
 
 @dataclass(slots=True)
 class Gradient:
-    """A view keeps its base alive, which is why torch never adds in place into one."""
+    """A view keeps its base alive, which is why torch never adds in place into one. `whole` is what the gradient was
+    cut from, and lives until it is stored or summed."""
 
     storage: Storage
     is_view: bool = False
+    whole: Storage | None = None
 
 
 Backward = Callable[[Gradient], Sequence[Gradient | None]]

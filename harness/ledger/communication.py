@@ -28,13 +28,14 @@ class Collective:
 
 
 def collectives(config: Trainer.Config) -> list[Collective]:
-    """One entry per purpose, in the order of dimensions; axes of one rank communicate nothing."""
-    found: list[Collective] = []
-    if config.dp_shard > 1:
-        found += _fully_sharded(config)
-    if config.parallelism.tp > 1:
-        found += _tensor_parallel(config)
-    return [c for c in found if c.count]
+    """One entry per purpose; axes of one rank communicate nothing."""
+    degrees = {
+        "dp_replicate": config.parallelism.dp_replicate,
+        "dp_shard": config.dp_shard,
+        "tp": config.parallelism.tp,
+    }
+    found = [*_data_parallel(config), *_tensor_parallel(config), *_scalars()]
+    return [c for c in found if c.count and degrees[c.dimension] > 1]
 
 
 def by_dimension_and_kind(found: list[Collective]) -> list[Collective]:
@@ -51,40 +52,48 @@ def by_dimension_and_kind(found: list[Collective]) -> list[Collective]:
     return total
 
 
-def _fully_sharded(config: Trainer.Config) -> Iterator[Collective]:
-    """Every unit is gathered for its forward, again for its backward if it was freed in between, and its gradients
-    are reduced once; each in the dtypes of the mixed-precision policy, dim 0 padded to the shard count."""
+def _data_parallel(config: Trainer.Config) -> Iterator[Collective]:
+    """In each micro-batch every unit is gathered for its forward, again for its backward if it was freed in between,
+    and its gradients are reduced once: over the shards, then what is left of them over the replicas. All in the
+    dtypes of the mixed-precision policy, dim 0 padded to the shard count."""
     training, shards = config.training, config.dp_shard
     policy = config.parallelism.reshard_after_forward
     element, reduce_element = DTYPE_BYTES[training.mixed_precision_param], DTYPE_BYTES[training.mixed_precision_reduce]
     for unit, parameters in unit_parameters(config).items():
         padded = sum(p.padded(shards) for p in parameters)
-        units = copies_of_unit(config)[unit]
+        units = copies_of_unit(config)[unit] * training.accumulation_steps
         frees = policy == "always" or (policy == "default" and unit != "head")
         gathers = units * (2 if frees else 1)
         yield Collective("dp_shard", "all_gather", f"parameters of {unit}", gathers, gathers * element * padded)
         yield Collective("dp_shard", "reduce_scatter", f"gradients of {unit}", units, units * reduce_element * padded)
-    yield Collective("dp_shard", "all_reduce", "valid tokens (int64)", 1, 8)
-    yield Collective("dp_shard", "all_reduce", "logged loss (float32)", 1, 4)
-    yield Collective("dp_shard", "all_reduce", "gradient norm (float32)", 1, 4)
+        part = reduce_element * padded // shards
+        yield Collective("dp_replicate", "all_reduce", f"gradients of {unit}", units, units * part)
+
+
+def _scalars() -> Iterator[Collective]:
+    """Once a step, whatever the number of micro-batches."""
+    for axis in ("dp_replicate", "dp_shard"):
+        yield Collective(axis, "all_reduce", "valid tokens (int64)", 1, 8)
+        yield Collective(axis, "all_reduce", "logged loss (float32)", 1, 4)
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        yield Collective(axis, "all_reduce", "gradient norm (float32)", 1, 4)
 
 
 def _tensor_parallel(config: Trainer.Config) -> Iterator[Collective]:
     model, training = config.model, config.training
-    element = DTYPE_BYTES[training.mixed_precision_param]
+    element, micro_batches = DTYPE_BYTES[training.mixed_precision_param], training.accumulation_steps
     tokens = training.micro_batch_size * training.seq_len
     activation, layers = tokens * model.dim * element, model.n_layers
+    # Two regions a layer; the embedding is only left, the head only entered.
+    edges = micro_batches * (4 * layers + 2)
     if config.parallelism.sequence_parallel:
-        # Two regions a layer, each entered by a gather and left by a scatter; backward mirrors it. The embedding
-        # is only left, the head only entered.
-        edges = 4 * layers + 2
+        # A region is entered by a gather and left by a scatter; backward mirrors it.
         yield Collective("tp", "all_gather", "activations", edges, edges * activation)
         yield Collective("tp", "reduce_scatter", "activations", edges, edges * activation)
-        norms = 2 * layers + 1
+        norms = micro_batches * (2 * layers + 1)
         yield Collective("tp", "all_reduce", "norm gradients", norms, norms * model.dim * element)
     else:
         # Forward where a region is left, backward where it is entered.
-        edges = 4 * layers + 2
         yield Collective("tp", "all_reduce", "activations", edges, edges * activation)
-    yield Collective("tp", "all_reduce", "cross-entropy: max, sum, target (float32)", 3, 3 * tokens * 4)
-    yield Collective("tp", "all_reduce", "gradient norm (float32)", 1, 4)
+    sums = 3 * micro_batches
+    yield Collective("tp", "all_reduce", "cross-entropy: max, sum, target (float32)", sums, sums * tokens * 4)

@@ -3,6 +3,10 @@
 Per unit, in bytes of its N parameters (this tensor-parallel rank's part, dim 0 of each padded to a multiple of W):
 gathered forward 2N all-gather output + 2N unsharded, and 2N of the unit before until the copy-out is done; backward
 2N unsharded + 2N prefetched + 2N gradients + 4N reduce-scatter input of the unit after (bfloat16, float32 reduction).
+
+HSDP all-reduces the reduce-scatter output in place and holds it until the end of backward (AllReduceState): nothing
+more where it is the gradient itself, one more copy where that is another tensor (another dtype, or added to an earlier
+micro-batch's).
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ ACCUMULATE_GRAD = 1 << 62
 class Sharding:
     """What all units share: the tape, the shard count and the buffers that outlive one unit."""
 
-    def __init__(self, tape: Tape, quantities: Quantities, *, element: int, reduce_element: int) -> None:
-        self.tape, self.quantities = tape, quantities
+    def __init__(
+        self, tape: Tape, quantities: Quantities, *, element: int, reduce_element: int, replicated: bool
+    ) -> None:
+        self.tape, self.quantities, self.replicated = tape, quantities, replicated
         self.element, self.reduce_element = element, reduce_element
         self.shards = quantities.values["W"]
         self.units: list[Unit] = []
@@ -31,6 +37,12 @@ class Sharding:
 
     def new(self, category: str, coefficient: int, monomial: str) -> Storage:
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
+
+    def finalize_backward(self) -> None:
+        """What the callback at the end of backward lets go."""
+        self.reduce_scatter_state = None
+        for unit in self.units:
+            unit.all_reduce_state = None
 
 
 class Unit:
@@ -47,19 +59,19 @@ class Unit:
         self.sharded_gradient: Storage | None = None
         self.gathered: Storage | None = None
         self.unsharded: Storage | None = None
-        self.gradients: list[Gradient] = []
+        self.gradients: dict[str, Gradient] = {}
+        self.all_reduce_state: Storage | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The unsharded parameters as leaves; their gradients come to this unit."""
-        found = {}
-        for parameter in self.parameters:
-            node = Node(ACCUMULATE_GRAD, (), self._accumulate, None)
-            found[parameter.name] = Tensor(self.shard, node)
-        return found
+        return {p.name: Tensor(self.shard, self._accumulate_grad(p.name)) for p in self.parameters}
 
-    def _accumulate(self, gradient: Gradient) -> list[Gradient | None]:
-        self.gradients.append(gradient)
-        return []
+    def _accumulate_grad(self, name: str) -> Node:
+        def accumulate(gradient: Gradient) -> list[Gradient | None]:
+            self.gradients[name] = Gradient(gradient.storage)
+            return []
+
+        return Node(ACCUMULATE_GRAD, (), accumulate, None)
 
     def pre_forward(self) -> None:
         self._gather()
@@ -76,23 +88,29 @@ class Unit:
             self.previous._gather()
 
     def post_backward(self) -> None:
-        """Frees the parameters, then the last unit's reduce-scatter input, then reduces this unit's gradients."""
+        """Frees the parameters, then the last unit's reduce-scatter input, then reduces this unit's gradients and adds
+        them to those of earlier micro-batches."""
         self._free_unsharded()
         shared = self.sharding
         shared.reduce_scatter_state = None
-        gradients, self.gradients = self.gradients, []
+        gradients = [self.gradients.pop(parameter.name) for parameter in self.parameters]
         to_reduce = shared.new("reduce-scatter input", shared.reduce_element, self.symbol)
         held = gradients[-1] if shared.shards > 1 else None  # by the loop variable of foreach_reduce
         gradients.clear()
-        reduced = shared.new("gradients", shared.reduce_element, f"{self.symbol}/W")
+        is_gradient = self.sharded_gradient is None and shared.reduce_element == 4
+        category = "gradients" if is_gradient else "reduce-scatter output"
+        reduced = shared.new(category, shared.reduce_element, f"{self.symbol}/W")
         if shared.shards == 1:
             divided = shared.new("reduce-scatter input", shared.reduce_element, self.symbol)
             del divided
-        del held
+        all_reduced = reduced if shared.replicated else None
         if shared.reduce_element != 4:
-            reduced = shared.new("gradients", 4, f"{self.symbol}/W")
-        self.sharded_gradient = reduced
-        shared.reduce_scatter_state = to_reduce
+            category = "gradients" if self.sharded_gradient is None else "reduce-scatter output"
+            reduced = shared.new(category, 4, f"{self.symbol}/W")
+        if self.sharded_gradient is None:
+            self.sharded_gradient = reduced
+        shared.reduce_scatter_state, self.all_reduce_state = to_reduce, all_reduced
+        del held
 
     def _gather(self) -> None:
         shared = self.sharding

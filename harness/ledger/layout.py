@@ -27,37 +27,41 @@ class Parameter:
 
 
 def unit_parameters(config: Trainer.Config) -> dict[str, list[Parameter]]:
-    """The parameters of an `embedding`, a `layer` and a `head` unit on one tensor-parallel rank, in module order."""
+    """The parameters of an `embedding`, a `layer` and a `head` unit on one tensor-parallel rank, in module order.
+
+    A tied embedding belongs to the head's unit, which then has one matrix; there is no `embedding` unit.
+    """
     model, tp = config.model, config.parallelism.tp
     d, kv, f, vocabulary = model.dim, model.kv_dim, model.ffn_dim, model.vocab_size
 
     def norm(name: str) -> Parameter:
         return Parameter(name, "d", d, 1)
 
-    return {
-        "embedding": [Parameter("tok_embeddings", "V·d/t", vocabulary // tp, d)],
-        "layer": [
-            norm("attention_norm"),
-            Parameter("wq", "d·d/t", d // tp, d),
-            Parameter("wk", "kv·d/t", kv // tp, d),
-            Parameter("wv", "kv·d/t", kv // tp, d),
-            Parameter("wo", "d·d/t", d, d // tp),
-            norm("ffn_norm"),
-            Parameter("w1", "f·d/t", f // tp, d),
-            Parameter("w2", "f·d/t", d, f // tp),
-            Parameter("w3", "f·d/t", f // tp, d),
-        ],
-        "head": [norm("norm"), Parameter("lm_head", "V·d/t", vocabulary // tp, d)],
-    }
+    embedding = Parameter("tok_embeddings", "V·d/t", vocabulary // tp, d)
+    layer = [
+        norm("attention_norm"),
+        Parameter("wq", "d·d/t", d // tp, d),
+        Parameter("wk", "kv·d/t", kv // tp, d),
+        Parameter("wv", "kv·d/t", kv // tp, d),
+        Parameter("wo", "d·d/t", d, d // tp),
+        norm("ffn_norm"),
+        Parameter("w1", "f·d/t", f // tp, d),
+        Parameter("w2", "f·d/t", d, f // tp),
+        Parameter("w3", "f·d/t", f // tp, d),
+    ]
+    if model.tied_embeddings:
+        return {"layer": layer, "head": [embedding, norm("norm")]}
+    head = [norm("norm"), Parameter("lm_head", "V·d/t", vocabulary // tp, d)]
+    return {"embedding": [embedding], "layer": layer, "head": head}
 
 
 def copies_of_unit(config: Trainer.Config) -> dict[str, int]:
-    return {"embedding": 1, "layer": config.model.n_layers, "head": 1}
+    return {unit: config.model.n_layers if unit == "layer" else 1 for unit in unit_parameters(config)}
 
 
 MEANINGS = {
-    "T": "tokens of a rank, B·S",
-    "B": "sequences of a rank",
+    "T": "tokens of a rank and forward, B·S",
+    "B": "sequences of a rank and forward",
     "S": "sequence length",
     "d": "model width",
     "f": "feed-forward width",
@@ -72,20 +76,23 @@ MEANINGS = {
     "P": "parameters of this rank",
     "N_embedding": "parameters of the embedding, this tensor-parallel rank, rows padded to W",
     "N_layer": "same, of one layer",
-    "N_head": "same, of the last norm and the head",
+    "N_head": "same, of the last norm and the head, which is the embedding too if tied",
     "tensors": "parameter tensors",
     "handle": "cuBLAS handle",
 }
 """What the names in formulas mean."""
 
 
-def quantities(config: Trainer.Config, dp_rank: int) -> Quantities:
-    """The names that formulas use, with their values for this configuration and data-parallel rank."""
+def quantities(config: Trainer.Config, shard_rank: int) -> Quantities:
+    """The names that formulas use, with their values for this configuration and rank of `dp_shard`.
+
+    A unit that the configuration does not have has no quantity.
+    """
     model, training = config.model, config.training
     units = unit_parameters(config)
     shards = config.dp_shard
     copies = copies_of_unit(config)
-    local = sum(copies[u] * p.local(shards, dp_rank) for u, parameters in units.items() for p in parameters)
+    local = sum(copies[u] * p.local(shards, shard_rank) for u, parameters in units.items() for p in parameters)
     return Quantities(
         {
             "1": 1,
@@ -104,7 +111,7 @@ def quantities(config: Trainer.Config, dp_rank: int) -> Quantities:
             "t": config.parallelism.tp,
             "W": shards,
             "P": local,
-            "tensors": model.n_layers * len(units["layer"]) + 3,
+            "tensors": sum(copies[u] * len(parameters) for u, parameters in units.items()),
             **{f"N_{unit}": sum(p.padded(shards) for p in parameters) for unit, parameters in units.items()},
         }
     )

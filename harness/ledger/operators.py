@@ -47,7 +47,8 @@ class Operators:
     def linear(self, category: str, x: Tensor, weight: Tensor, shape: tuple[str, str, str]) -> Tensor:
         """x·Wᵀ with `shape` = monomials of input, weight and output. Saves its input.
 
-        Backward computes the weight's gradient, then the input's, which is a view (the product is made in 2-D).
+        Backward computes the weight's gradient, then the input's; both are views (of the transposed product, and of
+        the product made in 2-D).
         """
         e, (inner, matrix, outer), saved = self.e, shape, x.storage
         self._cublas("forward")
@@ -55,7 +56,7 @@ class Operators:
 
         def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient]:
             self._cublas("backward")
-            to_weight = Gradient(self.new("unsharded gradients", e, matrix))
+            to_weight = Gradient(self.new("unsharded gradients", e, matrix), is_view=True)
             return [self.gradient(e, inner, is_view=True), to_weight]
 
         out.node = self.graph.record([x, weight], backward)
@@ -270,10 +271,19 @@ class Operators:
     # ---------------------------------------------------------------------------------------------- embedding
 
     def embedding(self, category: str, weight: Tensor) -> Tensor:
-        """Look-up of T rows; keeps only the token numbers, which are the batch itself."""
+        """Look-up of T rows; keeps only the token numbers, which are the batch itself.
+
+        Under tensor parallelism the gradient comes with the rows of all ranks: DTensor has `embedding_dense_backward`
+        make it whole, and copies this rank's rows out of it.
+        """
         out = Tensor(self.new(category, self.e, "T·d"))
 
-        out.node = self.graph.record(
-            [weight], lambda gradient: [Gradient(self.new("unsharded gradients", self.e, "V·d/t"))]
-        )
+        def backward(gradient: Gradient) -> list[Gradient]:
+            whole = self.new("unsharded gradients", self.e, "V·d")
+            if self.quantities.values["t"] == 1:
+                return [Gradient(whole)]
+            del gradient
+            return [Gradient(self.new("unsharded gradients", self.e, "V·d/t"), whole=whole)]
+
+        out.node = self.graph.record([weight], backward)
         return out

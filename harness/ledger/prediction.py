@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.config import Trainer
-from harness.errors import UsageError
 from harness.ledger.communication import Collective, by_dimension_and_kind, collectives
 from harness.ledger.layout import MEANINGS
 from harness.ledger.operators import Target
@@ -99,27 +98,23 @@ def predict(
 ) -> Prediction:
     """Predicts memory and communication of every rank; `implementation` describes a trainer other than harness's.
 
-    Raises `UsageError` as `Trainer.Config.validate` does, and for what the ledger does not cover.
+    Ranks are numbered with `dp_replicate` outermost and `tp` innermost. Raises `UsageError` as
+    `Trainer.Config.validate` does.
     """
     config.validate()
-    for name, unsupported in {
-        "parallelism.dp_replicate": config.parallelism.dp_replicate > 1,
-        "model.tied_embeddings": config.model.tied_embeddings,
-        "training.accumulation_steps": config.training.accumulation_steps > 1,
-    }.items():
-        if unsupported:
-            raise UsageError(f"the ledger cannot predict {name} yet: leave it at its default")
     tp = config.parallelism.tp
     alike: dict[int, RankMemory] = {}
-    ranks = []
-    for dp_rank in range(config.dp_shard):
-        step = Step(config, target=target, dp_rank=dp_rank, implementation=implementation or Implementation())
+    of_shard = []
+    for shard_rank in range(config.dp_shard):
+        step = Step(config, target=target, shard_rank=shard_rank, implementation=implementation or Implementation())
         parameters = step.quantities.values["P"]
-        if parameters not in alike:  # data-parallel ranks differ by what is left for them of uneven rows only
-            alike[parameters] = _memory(step, dp_rank * tp)
-        memory = alike[parameters]
-        for rank in range(dp_rank * tp, (dp_rank + 1) * tp):
-            ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries]))
+        if parameters not in alike:  # ranks differ by what is left for them of uneven rows only
+            alike[parameters] = _memory(step, shard_rank * tp)
+        of_shard.append(alike[parameters])
+    ranks = []
+    for rank in range(config.world_size):
+        memory = of_shard[rank // tp % config.dp_shard]
+        ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries]))
     found = collectives(config)
     return Prediction(
         target=target,
@@ -155,5 +150,5 @@ def _memory(step: Step, rank: int) -> RankMemory:
         resident_bytes=step.tape.total,
         entries=sorted(entries, key=lambda entry: -entry.at_peak_bytes),
         timeline=step.tape.instants,
-        quantities={name: step.quantities.values[name] for name in MEANINGS},
+        quantities={name: step.quantities.values[name] for name in MEANINGS if name in step.quantities.values},
     )

@@ -42,10 +42,10 @@ class Step:
     """A rank's state, and `run` for one optimizer step on it; the first has no optimizer states yet."""
 
     def __init__(
-        self, config: Trainer.Config, *, target: Target, dp_rank: int = 0, implementation: Implementation
+        self, config: Trainer.Config, *, target: Target, shard_rank: int = 0, implementation: Implementation
     ) -> None:
         self.config, self.implementation = config, implementation
-        self.quantities = quantities(config, dp_rank)
+        self.quantities = quantities(config, shard_rank)
         self.tape = Tape(GRANULE[target])
         element = DTYPE_BYTES[config.training.mixed_precision_param]
         self.ops = Operators(self.tape, self.quantities, target=target, element=element)
@@ -55,30 +55,48 @@ class Step:
             self.quantities,
             element=element,
             reduce_element=DTYPE_BYTES[config.training.mixed_precision_reduce],
+            replicated=config.parallelism.dp_replicate > 1,
         )
         self.optimizer = config.optimizer.resolved(target)
         self.states: list[Storage] = []
 
         policy = config.parallelism.reshard_after_forward
         parameters = unit_parameters(config)
-        frees = policy != "never"
-        self.embedding = Unit(self.sharding, "tok_embeddings", "N_embedding", parameters["embedding"], reshards=frees)
+        frees, self.tied = policy != "never", config.model.tied_embeddings
+        if not self.tied:
+            embedding = Unit(self.sharding, "tok_embeddings", "N_embedding", parameters["embedding"], reshards=frees)
         self.layers = [
             Unit(self.sharding, f"layers.{i}", "N_layer", parameters["layer"], reshards=frees)
             for i in range(config.model.n_layers)
         ]
         self.head = Unit(self.sharding, "head", "N_head", parameters["head"], reshards=policy == "always")
+        self.embedding = self.head if self.tied else embedding
         self.rotary = self.ops.new("rotary table", 4, "S·hd")
 
     def run(self) -> None:
-        """Batch, zero_grad, forward, loss, backward, clipping, optimizer: the trainer's order."""
-        tape, graph = self.tape, self.ops.graph
+        """Batches, zero_grad, forward and backward of every micro-batch, clipping, optimizer: the trainer's order.
+
+        All micro-batches from the second on are alike, so one stands for them.
+        """
+        tape, micro_batches = self.tape, self.config.training.accumulation_steps
         tape.start_step()
         tape.instant("batch")
-        batch = [self.ops.new("batch", 8, "T"), self.ops.new("batch", 8, "T")]
+        batches = [self.ops.new("batch", 8, "T") for _ in range(2 * micro_batches)]
         for unit in self.sharding.units:
             unit.sharded_gradient = None
 
+        self._micro_batch("" if micro_batches == 1 else ", micro-batch 1")
+        if micro_batches > 1:
+            others = "micro-batch 2" if micro_batches == 2 else f"micro-batches 2 to {micro_batches}"
+            self._micro_batch(f", {others}")
+
+        tape.instant("optimizer")
+        self._update()
+        del batches  # the trainer's names live until the step returns
+
+    def _micro_batch(self, suffix: str) -> None:
+        """Forward, loss, backward and reduction; `suffix` goes to the names of its instants."""
+        graph, self.suffix = self.ops.graph, suffix
         logits = self._forward()
         self._instant("loss")
         kept = logits.storage if self.implementation.keeps_logits else None
@@ -87,36 +105,35 @@ class Step:
         assert loss.node is not None
         root, loss.node = loss.node, None
         graph.backward(root, Gradient(self.ops.new(LOGITS, 4, "1")))
-        tape.instant("backward: embedding reduction")
+        self.tape.instant(f"backward: embedding reduction{suffix}")
         self.embedding.post_backward()
-        self.sharding.reduce_scatter_state = None
+        self.sharding.finalize_backward()
         del kept
-
-        tape.instant("optimizer")
-        self._update()
-        del batch  # the trainer's names live until the step returns
 
     def _instant(self, name: str) -> None:
         """What is allocated from here on, and the backward of what is recorded, belongs to `name`."""
-        self.ops.graph.instant = name
-        self.tape.instant(f"forward: {name}")
+        self.ops.graph.instant = name + self.suffix
+        self.tape.instant(f"forward: {name}{self.suffix}")
 
     def _forward(self) -> Tensor:
         ops, graph, plan = self.ops, self.ops.graph, self.plan
         self._instant("embedding")
-        self.embedding.pre_forward()  # its input has no gradient: its post-backward comes last, in `run`
-        weight = self.embedding.tensors()["tok_embeddings"]
-        h = plan.leave(RESIDUAL, ops.embedding(RESIDUAL, weight))
-        h = after(graph, self.embedding, h)
+        self.embedding.pre_forward()  # its input has no gradient: its post-backward comes last, in `_micro_batch`
+        weights = self.embedding.tensors()
+        h = plan.leave(RESIDUAL, ops.embedding(RESIDUAL, weights["tok_embeddings"]))
+        if not self.tied:  # else the unit goes on until the head is done
+            h = after(graph, self.embedding, h)
         for unit in self.layers:
             h = self._layer(unit, h)
 
         self._instant("head")
-        weights = self.head.tensors()
-        h = before(graph, self.head, h)
+        if not self.tied:
+            weights = self.head.tensors()
+            h = before(graph, self.head, h)
         h = ops.rms_norm(NORM, h, weights["norm"], plan.stream, plan.rows)
         gathered = plan.enter(h)
-        logits = ops.linear(LOGITS, gathered, weights["lm_head"], ("T·d", "V·d/t", "T·V/t"))
+        matrix = weights["tok_embeddings" if self.tied else "lm_head"]
+        logits = ops.linear(LOGITS, gathered, matrix, ("T·d", "V·d/t", "T·V/t"))
         logits = after(graph, self.head, logits)
         self.sharding.all_gather_state = None  # freed when the root's forward ends
         return logits

@@ -12,18 +12,27 @@ from harness.text import size, table
 def report(prediction: Prediction) -> str:
     """One table for each set of ranks that are alike, then the communication of a step."""
     lines = [f"Predicted, target {prediction.target}, world size {prediction.world_size}."]
-    for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
-        ranks = list(group)
+    alike: dict[int, list[RankMemory]] = {}
+    for rank in prediction.ranks:
+        alike.setdefault(rank.alike_rank, []).append(rank)
+    for ranks in alike.values():
         lines += ["", *_memory(ranks)]
     lines += ["", *_communication(prediction)]
     return "\n".join(lines)
 
 
+def _names(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0 to 3`, `ranks 0 to 3, 8 to 11`."""
+    # Neighbouring ranks have the same difference between number and position.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0])]
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"
+
+
 def _memory(ranks: list[RankMemory]) -> list[str]:
     first = ranks[0]
-    who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {first.rank} to {ranks[-1].rank}"
     lines = [
-        f"{who}: peak allocated {size(first.peak_allocated_bytes)} at {first.at}",
+        f"{_names([rank.rank for rank in ranks])}: peak allocated {size(first.peak_allocated_bytes)} at {first.at}",
         f"  first step {size(first.first_step_peak_allocated_bytes)} at {first.first_step_at}, "
         f"between steps {size(first.resident_bytes)}, reserved: not predicted",
     ]

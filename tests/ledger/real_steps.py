@@ -1,41 +1,44 @@
-"""The real trainer's modules, rank by rank in one process on the fake process group; `main` prints their figures.
+"""The real trainer, one rank of each case on the fake process group; `main` prints its figures.
 
-Runs as a process of its own: DTensor caches plans by mesh and would hand the next group of the same shape to other
-tests. Cases that share a mesh are of one rank for the same reason.
+Runs as a process of its own, single-threaded, so that it can fork.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.config import Decoder, Parallelism, Trainer, Training
-from harness.trainer.fully_sharded import fully_shard_decoder
-from harness.trainer.initialise import initialise
-from harness.trainer.loss import IGNORE_INDEX, cross_entropy_sum
-from harness.trainer.model.decoder_sharding import shard_decoder
-from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
-from harness.trainer.parallel_dims import ParallelDims, axis_group
+from harness.config import Decoder, Parallelism, Recorder, Trainer, Training
+from harness.trainer import trainer
 
 from .live import Live
 
 MODEL = Decoder.Config(vocab_size=512, dim=128, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=384)
+TIED = replace(MODEL, tied_embeddings=True)
+WIDE_TIED = replace(TIED, vocab_size=4096)
+"""The end of backward, where the two gradients of the matrix are added and reduced, is the peak."""
+WIDE = replace(MODEL, vocab_size=4096)
 UNEVEN = Decoder.Config(vocab_size=514, dim=96, n_layers=2, n_heads=6, n_kv_heads=2, ffn_dim=250)
 
 
 def layout(
     dp_shard: int, tp: int, *, model: Decoder.Config = MODEL, batch: int = 2, seq_len: int = 64, **options: Any
 ) -> Trainer.Config:
-    parallelism = {
-        name: options.pop(name) for name in ("sequence_parallel", "reshard_after_forward") if name in options
-    }
+    names = ("dp_replicate", "sequence_parallel", "reshard_after_forward")
+    parallelism = {name: options.pop(name) for name in names if name in options}
     config = Trainer.Config(
-        world_size=dp_shard * tp,
+        world_size=dp_shard * tp * parallelism.get("dp_replicate", 1),
         model=model,
         parallelism=Parallelism.Config(dp_shard=dp_shard, tp=tp, **parallelism),
         training=Training.Config(micro_batch_size=batch, seq_len=seq_len, device="cpu", **options),
@@ -61,76 +64,129 @@ CASES = {
     "fsdp6_tp2_uneven": (layout(6, 2, model=UNEVEN, seq_len=32), 0),
     "fsdp7_tp2_empty_last_rank": (layout(7, 2, model=UNEVEN, seq_len=32), 13),
     "single": (layout(1, 1), 0),
+    "fsdp2_tp4_wide": (layout(2, 4, model=WIDE, seq_len=16), 0),
+    "fsdp2_tp2_wide_replicated": (layout(2, 2, model=WIDE, seq_len=16, sequence_parallel=False), 0),
+    "hsdp2x2": (layout(2, 1, dp_replicate=2), 0),
+    "hsdp3x2_tp2_last_rank": (layout(2, 2, dp_replicate=3), 11),
+    "hsdp2x3_reduce_bf16": (layout(3, 1, dp_replicate=2, mixed_precision_reduce="bfloat16", model=UNEVEN), 3),
+    "hsdp2x1": (layout(1, 1, dp_replicate=2), 1),
+    "hsdp3x1_tp2": (layout(1, 2, dp_replicate=3), 4),
+    "hsdp2x2_always": (layout(2, 1, dp_replicate=2, reshard_after_forward="always"), 0),
+    "tied2": (layout(2, 1, model=TIED), 0),
+    "tied_single": (layout(1, 1, model=TIED), 0),
+    "tied2_always": (layout(2, 1, model=TIED, reshard_after_forward="always"), 0),
+    "tied2_never": (layout(2, 1, model=TIED, reshard_after_forward="never"), 0),
+    "tied2_tp2": (layout(2, 2, model=TIED), 0),
+    "tied2_tp4_wide": (layout(2, 4, model=WIDE_TIED, seq_len=16), 0),
+    "tied4_wide": (layout(4, 1, model=WIDE_TIED, batch=1, seq_len=16), 0),
+    "tied4_wide_fp32": (layout(4, 1, model=WIDE_TIED, batch=1, seq_len=16, mixed_precision_param="float32"), 0),
+    "tied3_uneven": (layout(3, 1, model=replace(UNEVEN, tied_embeddings=True)), 2),
+    "accumulate2": (layout(2, 1, accumulation_steps=2), 0),
+    "accumulate3_never": (layout(4, 1, accumulation_steps=3, reshard_after_forward="never"), 0),
+    "accumulate2_tp2": (layout(2, 2, accumulation_steps=2), 0),
+    "accumulate2_tp2_replicated": (layout(2, 2, accumulation_steps=2, sequence_parallel=False), 0),
+    "accumulate2_wide": (layout(2, 1, accumulation_steps=2, model=WIDE, batch=1, seq_len=16), 0),
+    "accumulate2_reduce_bf16": (layout(3, 1, accumulation_steps=2, mixed_precision_reduce="bfloat16"), 0),
+    "accumulate2_hsdp2x2_wide": (
+        layout(2, 1, dp_replicate=2, accumulation_steps=2, model=WIDE, batch=1, seq_len=16),
+        0,
+    ),
+    "everything": (
+        layout(3, 2, dp_replicate=2, accumulation_steps=2, model=WIDE_TIED, seq_len=16, reshard_after_forward="always"),
+        11,
+    ),
+    "everything_reduce_bf16": (
+        layout(
+            2, 2, dp_replicate=3, accumulation_steps=3, model=WIDE_TIED, seq_len=16, mixed_precision_reduce="bfloat16"
+        ),
+        0,
+    ),
 }
 """Name -> (configuration, rank). The last rank has what is left of uneven rows, or none of them."""
 
 
-class RealStep:
-    """The trainer's step on this rank; the peak of each phase."""
+class PhasePeaks:
+    """A recorder of the most bytes alive in each phase of every step, over all its micro-batches."""
 
-    def __init__(self, config: Trainer.Config) -> None:
-        self.config = config
-        self.mesh = ParallelDims.from_config(config).build_mesh("cpu")
-        with torch.device("meta"):
-            self.model = config.model.build(seq_len=config.training.seq_len)
-        layout, training = config.parallelism, config.training
-        if layout.tp > 1:
-            shard_decoder(self.model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel)
-        fully_shard_decoder(
-            self.model,
-            self.mesh["dp_shard"],
-            param_dtype=getattr(torch, training.mixed_precision_param),
-            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            policy=layout.reshard_after_forward,
-        )
-        self.model.to_empty(device="cpu")
-        initialise(self.model, 0)
-        self.optimizer = build_optimizer(config.optimizer, self.model.parameters(), torch.device("cpu"))
-        self.live = Live(*self.model.parameters(), self.model.rotary)
+    def __init__(self) -> None:
+        self.live = Live()
+        self.completed_steps = 0
+        self.peaks: list[dict[str, int]] = []
 
-    def run(self) -> dict[str, int]:
-        training, live = self.config.training, self.live
-        tp_group, dp_group = axis_group(self.mesh, "tp"), axis_group(self.mesh, "dp_shard")
-        peaks = {}
-        live.restart()
-        sent = live.sent
-        with live:
-            tokens = torch.randint(self.config.model.vocab_size, (training.micro_batch_size, training.seq_len))
-            labels = tokens.clone()
-            self.optimizer.zero_grad(set_to_none=True)
-            valid = (labels != IGNORE_INDEX).sum()
-            if dp_group is not None:
-                dist.all_reduce(valid, group=dp_group)
-            live.peak = 0
-            loss = cross_entropy_sum(self.model(tokens), labels, tp_group) / valid
-            peaks["forward"], live.peak = live.peak, 0
-            loss.backward()
-            peaks["backward"], live.peak = live.peak, 0
-            clip_grad_norm_(self.model.parameters(), training.max_norm, self.mesh)
-            self.optimizer.step()
-            peaks["optimizer"] = live.peak
-            loss = loss.detach()
-            if dp_group is not None:
-                dist.all_reduce(loss, group=dp_group)
-        self.sent = {key: dict(value) for key, value in sent.items()}
-        return peaks
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to write."""
+
+    @contextmanager
+    def category(self, name: str) -> Iterator[None]:
+        with self.live:
+            yield
+
+    @contextmanager
+    def step(self, tags: Sequence[str] = ()) -> Iterator[None]:
+        self.peaks.append({})
+        self.live.restart()
+        with self.live:
+            yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        peaks = self.peaks[-1]
+        self.live.peak = 0
+        yield
+        peaks[name] = max(peaks.get(name, 0), self.live.peak)
+
+    def log(self, **values: object) -> None:
+        """Losses are not looked at here."""
+
+    def watch(self, model: object, optimizer: object) -> None:
+        """What was allocated before the first step is known already."""
+
+
+class PeaksOnly(Recorder.Config):
+    def build(self, directory: Path, **runtime: Any) -> Any:
+        self.recorder = PhasePeaks()
+        return self.recorder
 
 
 def figures(config: Trainer.Config, rank: int) -> dict[str, Any]:
-    """Peaks in bytes of each phase of two steps, and what the second sent as [group size, kind, count, bytes]."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
-    try:
-        real = RealStep(config)
-        peaks = [real.run() for _ in range(2)]
-        sent = [[size, kind, entry["count"], entry["bytes"]] for (size, kind), entry in sorted(real.sent.items())]
-        return {"peaks": peaks, "sent": sent}
-    finally:
+    """Peaks in bytes of each phase of two steps of the trainer, and what the second sent as [group size, kind, count,
+    bytes]."""
+
+    @contextmanager
+    def fake_group(*_: object) -> Iterator[None]:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
+        yield
         dist.destroy_process_group()
+
+    vars(trainer)["process_group"] = fake_group
+    warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # by real groups
+    peaks = PeaksOnly()
+    training = replace(config.training, steps=2)
+    trainer.Trainer(replace(config, training=training, recorder=peaks), Path()).train()
+    sent = peaks.recorder.live.sent
+    counts = [[size, kind, n["count"], n["bytes"]] for (size, kind), n in sorted(sent.items())]
+    return {"peaks": peaks.recorder.peaks, "sent": counts}
 
 
 def main() -> None:
+    """Every case in a fork: DTensor caches plans by mesh, and would hand a group of one case to another."""
     torch.set_num_threads(1)
-    print(json.dumps({name: figures(config, rank) for name, (config, rank) in CASES.items()}))
+    context = multiprocessing.get_context("fork")
+    found = {}
+    for name, (config, rank) in CASES.items():
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=lambda: send.send(figures(config, rank)))  # noqa: B023, it runs within the turn
+        child.start()
+        send.close()
+        try:
+            found[name] = receive.recv()
+        except EOFError:
+            sys.exit(f"case {name} failed")
+        child.join()
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def ledger_phases(step: Step) -> dict[str, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_memory(name: str, measured: dict[str, Any]) -> None:
     config, rank = CASES[name]
-    ledger = Step(config, target="cpu", dp_rank=rank // config.parallelism.tp, implementation=Implementation())
+    shard_rank = rank // config.parallelism.tp % config.dp_shard
+    ledger = Step(config, target="cpu", shard_rank=shard_rank, implementation=Implementation())
     for step, peaks in enumerate(measured[name]["peaks"]):
         predicted = ledger_phases(ledger)
         for phase, size in peaks.items():
@@ -53,9 +54,10 @@ def test_memory(name: str, measured: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_communication(name: str, measured: dict[str, Any]) -> None:
-    """Where both axes have the same size, their collectives count together: operators do not name the axis."""
+    """Where axes have the same size, their collectives count together: operators do not name the axis."""
     config, _ = CASES[name]
-    sizes = {"dp_shard": config.dp_shard, "tp": config.parallelism.tp}
+    layout = config.parallelism
+    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": config.dp_shard, "tp": layout.tp}
     predicted: Counter[tuple[int, str, str]] = Counter()
     for c in predict(config, "cpu").communication:
         predicted[sizes[c.dimension], c.kind, "count"] += c.count

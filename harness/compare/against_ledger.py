@@ -10,7 +10,7 @@ from harness.config import Trainer, from_dict, to_dict
 from harness.errors import InputError, UsageError
 from harness.ledger import Prediction
 from harness.ledger.operators import Target
-from harness.recording import Recording
+from harness.recording import Recording, manifest_path
 from harness.trace import Capture, collective_counts
 
 TARGET_OF_SOURCE: dict[str, Target] = {"cuda_allocator": "cuda", "tensor_storages": "cpu"}
@@ -41,14 +41,30 @@ class Communication:
 
 
 def recorded_config(recording: Recording) -> Trainer.Config | None:
-    """The configuration of a run of this trainer; None for a recording of any other training loop."""
+    """The configuration of a run of this trainer; None for a recording of any other training loop, and for one that
+    `config_errors` names."""
+    try:
+        return _config_of(recording)
+    except UsageError:
+        return None
+
+
+def config_errors(recording: Recording) -> list[InputError]:
+    """Why the manifest's configuration is none that this trainer could have run, if so."""
+    try:
+        _config_of(recording)
+    except UsageError as error:
+        return [InputError(manifest_path(recording.directory), f"config: {error}: nothing is predicted for it")]
+    return []
+
+
+def _config_of(recording: Recording) -> Trainer.Config | None:
     tree = recording.manifest.get("config")
     if not isinstance(tree, dict) or "model" not in tree:
         return None
-    try:
-        return from_dict(tree)
-    except UsageError:
-        return None
+    config = from_dict(tree)
+    config.validate()
+    return config
 
 
 def recorded_target(recording: Recording) -> Target | None:
@@ -62,7 +78,8 @@ def recorded_target(recording: Recording) -> Target | None:
 
 def states_peak(row: dict[str, Any]) -> bool:
     """Whether a step row has a peak that a prediction can be held against."""
-    return type(row.get("peak_allocated_bytes")) is int and row.get("memory_source") in TARGET_OF_SOURCE
+    peak = row.get("peak_allocated_bytes")
+    return type(peak) is int and peak > 0 and row.get("memory_source") in TARGET_OF_SOURCE
 
 
 def steady_peaks(recording: Recording) -> dict[int, int]:

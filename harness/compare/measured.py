@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import memory
+from harness.compare.against_ledger import config_errors
 from harness.compare.steps import by_rank, by_step
 from harness.errors import InputError
 from harness.recording import Recording, is_recording, read_recording
@@ -53,7 +54,7 @@ def measure(path: Path) -> Measured:
         sources = Sources(root=path, recording=True, mode=recording.mode or "imported")
     found = Measured(path=path, mode=sources.mode, recording=recording)
     if recording is not None:
-        found.errors += recording.errors
+        found.errors += recording.errors + config_errors(recording)
         found.steps = by_step(recording)
         found.ranks = by_rank(recording, found.steps)
     errors = sources.errors

@@ -158,3 +158,33 @@ def test_a_configuration_that_differs_is_named():
     other.model.dim = 512
     with pytest.raises(UsageError, match=r"model\.dim 256, here 512"):
         compare.require_same(to_dict(CONFIG), other)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "reason"),
+    [
+        ("parallelism", "tp", 0, "parallelism.tp=0 must be at least 1"),
+        ("parallelism", "tp", 3, "is not divisible by"),
+        ("model", "dim", "wide", "model.dim: Expected `int`, got `str`"),
+        ("model", "of_a_later_version", 1, "no field model.of_a_later_version"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_named_and_the_rest_reported(tmp_path, capsys, section, field, value, reason):
+    tree = to_dict(CONFIG)
+    tree[section][field] = value
+    write_recording(tmp_path, config=tree)
+    assert main(["report", str(tmp_path)]) == 4
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert f"{recording.manifest_path(tmp_path)}: config: " in said.err
+    assert reason in said.err
+    assert "3.000 MiB" in said.out, "the measured peak of rank 0"
+
+
+def test_a_peak_of_nothing_is_no_peak(tmp_path, capsys):
+    write_recording(tmp_path, config=to_dict(CONFIG), peak_allocated_bytes=0)
+    arguments = ["--module", "debug", "--config", "single", "--nproc", "2", "--parallelism.dp_shard=1"]
+    overrides = [f"--model.{name}={value}" for name, value in to_dict(CONFIG)["model"].items() if name != "name"]
+    overrides += [f"--training.{name}={value}" for name, value in to_dict(CONFIG)["training"].items()]
+    assert main(["ledger", *arguments, "--parallelism.tp=2", *overrides, "--against", str(tmp_path)]) == 3
+    assert "states no allocated peak" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def quantity(name: str, value: int | float | None) -> str:
     """A figure as text, in the unit that its name ends with: `_bytes`, `_ns`, `_pct`; plain otherwise."""
     if value is None:
         return "n/a"
-    if name.endswith("_bytes"):
+    if name == "bytes" or name.endswith("_bytes"):
         return size(int(value))
     if name.endswith("_ns"):
         return f"{milliseconds(int(value))} ms"

@@ -27,7 +27,7 @@ from harness.report.drawing import (
 )
 from harness.report.lanes import Lane, LanePicture
 from harness.report.markup import Html
-from harness.text import GIB, MIB, milliseconds, printable, size
+from harness.text import GIB, MIB, printable, size
 
 RANKS_DRAWN = 32
 BARS = 80
@@ -92,11 +92,10 @@ def step_times(steps: Sequence[dict[str, Any]], median_ns: int | None) -> Html:
         if median_ns is not None:
             axes.axhline(median_ns / 1e6, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
             axes.annotate(
-                f"median {milliseconds(median_ns)} ms",
-                (1, median_ns / 1e6),
+                f"median\n{median_ns / 1e6:,.1f} ms",
+                (1.01, median_ns / 1e6),
                 xycoords=("axes fraction", "data"),
-                ha="right",
-                va="bottom",
+                va="center",
             )
         axes.set_ylim(0, top * 1.12)
         axes.set_xlabel("step")
@@ -245,10 +244,16 @@ def memory_timeline(timeline: Timeline) -> Html:
         )
         axes.step(x, active, where="post", color=BLUE, linewidth=0.9)
         axes.step(x, reserved, where="post", color=INK, linewidth=1, linestyle=(0, (4, 2)))
-        if top.index >= 0:
-            at = x[min(int(np.argmax(active)), len(x) - 1)]
-            axes.plot([at], [top.bytes / unit], marker="v", color=INK, markersize=5)
-            axes.annotate(f"peak {size(top.bytes)}", (at, top.bytes / unit), xytext=(6, 3), textcoords="offset points")
+        at = x[int(np.argmax(active))]
+        late = at > x[0] + 0.8 * (x[-1] - x[0])
+        axes.plot([at], [top.bytes / unit], marker="v", color=INK, markersize=5, clip_on=False)
+        axes.annotate(
+            f"peak {size(top.bytes)}",
+            (at, top.bytes / unit),
+            xytext=(-6 if late else 6, 3),
+            textcoords="offset points",
+            ha="right" if late else "left",
+        )
         axes.set_ylim(0, 1.12 * max(float(reserved.max()), float(active.max()), 1e-9))
         axes.set_xlim(x[0], x[-1])
         axes.set_xlabel("ms since the history began" if timeline.time_us is not None else "event")

@@ -35,7 +35,7 @@ def communication_findings(report: Report) -> Iterator[Finding]:
         return
     yield from exposed(report.dimensions, report.mode)
     yield from on_compute_stream(report.captures, report.mode)
-    yield from late_ranks(report.overlap["cross_rank"], report.mode)
+    yield from late_ranks(report.overlap["cross_rank"], report.dimensions, report.mode)
 
 
 def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
@@ -64,7 +64,7 @@ def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding
                 "dominant_kind": kind,
                 "dominant_exposed_ns": kinds[0]["exposed_ns"] if kinds else None,
             },
-            where=f"{name}, {ranks_text(item['ranks'])} (means)",
+            where=f"{name}, {ranks_text(item['ranks'])} (means), mode {mode}",
             advice="Little to gain here." if severity == "info" else advice(name, kind, share),
         )
 
@@ -109,12 +109,12 @@ def on_compute_stream(captures: Sequence[Capture], mode: str) -> Iterator[Findin
                     ranks.setdefault(name, []).append(capture.rank)
     for name, (shared, total_ns) in totals.items():
         if total_ns and 100 * shared / total_ns > SHARED_STREAM_PCT:
-            share = 100 * shared / total_ns
+            share, on = 100 * shared / total_ns, ", ".join(map(str, sorted(streams)))
             yield Finding(
                 severity=of_time("medium", mode),
                 title=f"{name}: {share:.0f} % of its communication runs on the compute stream and cannot overlap there",
                 evidence={"on_compute_stream_ns": shared, "comm_ns": total_ns, "on_compute_stream_pct": share},
-                where=f"{name}, stream {', '.join(map(str, sorted(streams)))}, {ranks_text(ranks[name])} (sums)",
+                where=f"{name}, stream {on}, {ranks_text(ranks[name])} (sums), mode {mode}",
                 advice="Synchronous collectives run on the stream that calls them: async_op=True, with wait() only "
                 "where the result is needed.",
             )
@@ -130,10 +130,14 @@ def compute_stream(activity: Activity) -> int | None:
     return int(streams[int(busy.argmax())])
 
 
-def late_ranks(cross_rank: dict[str, Any], mode: str) -> Iterator[Finding]:
-    """Per dimension: how much of its communication is waiting, and whether one rank is the one waited for."""
+def late_ranks(cross_rank: dict[str, Any], dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
+    """Per dimension: how much of its communication is waiting, and whether one rank is the one waited for.
+
+    Waiting costs time where the communication is exposed; where compute hides it, the finding is `low`.
+    """
     if not cross_rank["aligned"]:
         return
+    costly = {d["dimension"] for d in dimensions if 100 * d["exposed_ns"] > EXPOSED_MEDIUM_PCT * d["span_ns"]}
     by_dimension: dict[str, list[dict[str, Any]]] = {}
     for item in cross_rank["collectives"]:
         by_dimension.setdefault(item["dimension"], []).append(item)
@@ -152,7 +156,7 @@ def late_ranks(cross_rank: dict[str, Any], mode: str) -> Iterator[Finding]:
         members = max(len(item["wait_ns"]) for item in items)
         one = caused / total > max(LATE_SHARE, 1.5 / members)
         yield Finding(
-            severity=of_time("medium", mode),
+            severity=of_time("medium" if name in costly else "low", mode),
             title=f"{name}: ranks wait for rank {late}"
             if one
             else f"{name}: {share:.0f} % of communication is waiting",
@@ -162,7 +166,7 @@ def late_ranks(cross_rank: dict[str, Any], mode: str) -> Iterator[Finding]:
                 "wait_pct": share,
                 "caused_by_last_rank_pct": 100 * caused / total,
             },
-            where=f"{name}, {len(items)} collectives, means over ranks; rank {late} is waited for longest",
+            where=f"{name}, {len(items)} collectives, means over ranks; rank {late} is waited for longest, mode {mode}",
             advice="That rank has more to do, a slower device or host, or less data-loading ahead."
             if one
             else "The last to arrive changes: ranks compute unevenly long or their hosts launch late. "

@@ -39,6 +39,9 @@ def tag(name: str, /, *children: str, **attributes: str | None) -> Html:
     return Html(opening if name in VOID else f"{opening}{joined(*children)}</{name}>")
 
 
+FIGURE = 'class="n"'
+
+
 def figure_cell(name: str, value: int | float | None) -> Html:
     """A table cell with a figure in its unit; `data-value` is the value itself, as in --json."""
     raw = None if value is None else repr(value)
@@ -47,7 +50,12 @@ def figure_cell(name: str, value: int | float | None) -> Html:
 
 def table(headers: list[str], rows: list[list[str]], *, caption: str | None = None, left: int = 1) -> Html:
     """Cells that are not finished `td` elements are text; the first `left` columns are row headers."""
-    head = tag("thead", tag("tr", *(tag("th", header, scope="col") for header in headers)))
+    right = [bool(rows) and cell.startswith(f"<td {FIGURE}") for cell in (rows[0] if rows else [])]
+    heads = (
+        tag("th", header, scope="col", class_="n" if index < len(right) and right[index] else None)
+        for index, header in enumerate(headers)
+    )
+    head = tag("thead", tag("tr", *heads))
     body = tag("tbody", *(tag("tr", *(_cell(cell, i < left) for i, cell in enumerate(row))) for row in rows))
     title = [tag("caption", caption)] if caption else []
     return tag("div", tag("table", *title, head, body), class_="scroll")

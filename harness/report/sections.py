@@ -58,7 +58,7 @@ def head(report: Report) -> list[Html]:
         tag(
             "div",
             tag("b", quantity(name, value.value), data_figure=name, data_value=repr(value.value)),
-            tag("span", tag("code", name), Html("<br>"), METRICS[name].what),
+            tag("span", tag("code", name), Html("<br>"), METRICS[name].what, Html("<br>"), f"from {value.source}"),
             class_="tile",
         )
         for name, value in report.metrics.items()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from harness.report import figures
 from harness.report.build import Report
-from harness.report.drawing import BLUE, RED
+from harness.report.drawing import BLUE, GREY, RED
+from harness.report.finding import ranks_text
 from harness.report.lanes import LanePicture, most_exposed
 from harness.report.legend import legend, swatch
 from harness.report.markup import Html, figure_cell, table, tag
@@ -18,8 +19,9 @@ def overlap(report: Report) -> list[Html]:
     body: list[Html] = []
     steps = sorted({item["step"] for item in report.step_parts})
     sources = sorted({entry["source"] for entry in report.overlap["ranks"]})
-    what = f"Traced steps {', '.join(map(str, steps))}" if steps else "Whole files (the traces name no steps)"
-    body.append(tag("p", f"{what}, {len(report.overlap['ranks'])} traced ranks, {' and '.join(sources)} time."))
+    what = f"Traced steps {', '.join(map(str, steps))}" if steps else "Whole files, which name no steps,"
+    ranks = ranks_text([entry["rank"] for entry in report.overlap["ranks"]])
+    body.append(tag("p", f"{what} of {ranks}; {' and '.join(sources)} time, mode {report.mode}."))
     if "host" in sources:
         body.append(
             tag("p", "Host time is what the calls took on the CPU: there are no device events in a gloo trace.")
@@ -78,8 +80,8 @@ def lanes(picture: LanePicture, mode: str) -> list[Html]:
     for lane in picture.lanes:
         colour = figures.COLOUR_OF_KIND.get(lane.kind, figures.OTHER_KIND)
         if lane.exposed_ns is not None and lane.kind != "exposed":
-            key.append(swatch(colour, f"{lane.kind}, exposed"))
-            key.append(swatch(colour, "hidden by compute", opacity=0.35))
+            key.append(swatch(colour, lane.kind))
+    key.append(swatch(GREY, "pale: hidden by compute", opacity=0.35))
     key.append(swatch(RED, "all exposed communication"))
     rows: list[list[str]] = [
         [

@@ -25,6 +25,9 @@ OLDEST_TORCH = (2, 11)
 NCCL_SHARING_A_GPU = (2, 30)
 # What NCCL's shared-memory transport needs on a host; containers start with 64 MiB unless told otherwise.
 SHARED_MEMORY_BYTES = 256 * 2**20
+REINSTALL_TORCH = (
+    INSTALL_TORCH.replace("install", "install --force-reinstall") + " (python -c 'import torch' says more)"
+)
 CUDA_BUILD = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
 
 
@@ -111,9 +114,10 @@ def _recent(torch: TorchFacts) -> bool:
 def _torch(facts: Facts) -> list[Check]:
     torch = facts.torch
     if torch.version is None:
-        return [
-            Check(group="torch", name="torch", state="missing", value=torch.error or "says nothing", fix=INSTALL_TORCH)
-        ]
+        if find_torch() is None:
+            return [Check(group="torch", name="torch", state="missing", value="not installed", fix=INSTALL_TORCH)]
+        value = f"import fails: {torch.error or 'it says nothing'}"
+        return [Check(group="torch", name="torch", state="missing", value=value, fix=REINSTALL_TORCH)]
     recent = _recent(torch)
     build = f"CUDA {torch.cuda}" if torch.cuda else "CPU build"
     checks = [
@@ -214,7 +218,7 @@ def libraries(facts: Facts, torch_folder: Path | None) -> list[Library]:
         mapped = torch.libraries.get(name)
         path = Path(mapped) if mapped else on_disk.get(name)
         if path is None and torch.version is None:
-            return Library(name=name, path=None, reason=f"torch is not there ({torch.error})")
+            return Library(name=name, path=None, reason="torch does not load")
         if path is None and torch.cuda is None:
             return Library(name=name, path=None, absent="not in this build", reason="torch is a CPU build")
         return Library(name=name, path=path, reason="not found where torch is installed")

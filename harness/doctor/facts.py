@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from harness.nvml import Machine
 # A cold import of torch from a network disk takes a minute; a driver that needs that long has hung.
 TORCH_TIMEOUT_S = 120.0
 DRIVER_TIMEOUT_S = 30.0
+MESSAGE_LENGTH = 300
 HERE = Path(__file__).parent
 
 
@@ -148,5 +151,7 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _ending(code: int, messages: str) -> str:
     if code < 0:
         return f"ended by signal {-code} ({signal.strsignal(-code)})"
-    lines = [line for line in messages.splitlines() if line.strip()]
-    return lines[-1] if lines else f"ended with exit code {code}"
+    lines = messages.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    named = [place for place, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
+    words = " ".join(lines[named[0] if named else -1 :]).split()
+    return textwrap.shorten(" ".join(words), MESSAGE_LENGTH, placeholder=" …") or f"ended with exit code {code}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,14 @@ from harness.doctor.findings import Check
 from harness.nvml import SLOWING_REASONS, Gpu, Machine, visible_gpus
 
 ONLY_FOR_REAL = "only for mode real: a machine with NVIDIA GPUs and their driver (nvidia-smi must list them)"
+# What the driver or the loader says (cuda.h: CUresult) -> what helps.
+REPAIRS = {
+    "SYSTEM_NOT_READY": "systemctl start nvidia-fabricmanager (GPUs joined by NVSwitch need it)",
+    "SYSTEM_DRIVER_MISMATCH": "reboot: the driver was replaced while its old kernel module runs",
+    "COMPAT_NOT_SUPPORTED": "remove CUDA's compat folder from LD_LIBRARY_PATH",
+    "libcuda": "in a container: start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+}
+DAEMON = "nvidia-cuda-mps-control"
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 
@@ -52,7 +60,7 @@ def examine(facts: Facts, environment: Mapping[str, str]) -> list[Check]:
             Check(group="GPUs", name="GPUs", state="warning", value=text, fix="nvidia-smi; perhaps a reboot")
             for text in machine.unreadable
         ),
-        _driver(facts, machine),
+        _driver(facts, machine, hidden=not visible_gpus(machine, environment.get("CUDA_VISIBLE_DEVICES"))),
         *(check for gpu in machine.gpus for check in _gpu(gpu, facts)),
         _visible(facts, machine, environment),
         _mps(environment),
@@ -71,27 +79,37 @@ def _none(facts: Facts) -> Check:
     return Check(group="GPUs", name="GPUs", state="optional", value=f"none ({why})", fix=fix)
 
 
-def _driver(facts: Facts, machine: Machine) -> Check:
+def _driver(facts: Facts, machine: Machine, *, hidden: bool) -> Check:
+    """`hidden`: CUDA_VISIBLE_DEVICES leaves no GPU, so CUDA has no answer, and that is no fault of the driver."""
     value = f"{machine.driver}, CUDA up to {machine.cuda}"
     built = facts.torch.cuda
     if built and machine.cuda and int(machine.cuda.partition(".")[0]) < int(built.partition(".")[0]):
         # A driver runs any minor version of its major version of CUDA (CUDA compatibility guide).
         fix = f"a newer driver, or a torch for CUDA {machine.cuda}: https://pytorch.org/get-started/locally"
         return Check(group="GPUs", name="driver", state="missing", value=f"{value}; torch needs {built}", fix=fix)
-    if facts.cuda.error:
-        fix = "nvidia-smi; in a container: start it with --gpus all"
-        return Check(group="GPUs", name="driver", state="missing", value=f"{value}; {facts.cuda.error}", fix=fix)
-    if facts.torch.cuda_reason:
-        fix = "nvidia-smi"
-        return Check(group="GPUs", name="driver", state="missing", value=f"{value}; {facts.torch.cuda_reason}", fix=fix)
-    return Check(group="GPUs", name="driver", state="ok", value=value)
+    reason = facts.cuda.error or facts.torch.cuda_reason
+    if hidden or not reason:
+        return Check(group="GPUs", name="driver", state="ok", value=value)
+    fix = next((step for sign, step in REPAIRS.items() if sign in reason), "nvidia-smi")
+    return Check(group="GPUs", name="driver", state="missing", value=f"{value}; {reason}", fix=fix)
 
 
 def _gpu(gpu: Gpu, facts: Facts) -> list[Check]:
     def check(name: str, value: str, fix: str, state: Literal["missing", "warning"] = "warning") -> Check:
         return Check(group="GPUs", name=name, state=state, value=f"GPU {gpu.index}: {value}", fix=fix)
 
-    checks = [Check(group="GPUs", name=f"GPU {gpu.index}", state="ok", value=describe(gpu))]
+    slowing = [reason for reason in gpu.clock_reasons or () if reason in SLOWING_REASONS]
+    checks = [
+        Check(group="GPUs", name=f"GPU {gpu.index}", state="ok", value=_identity(gpu)),
+        Check(group="GPUs", name="settings", state="ok", value=f"GPU {gpu.index}: {_settings(gpu)}"),
+        Check(
+            group="GPUs",
+            name="clocks",
+            state="warning" if slowing else "ok",
+            value=f"GPU {gpu.index}: {_clocks(gpu)}" + (f"; held down by {', '.join(slowing)}" if slowing else ""),
+            fix=f"nvidia-smi -i {gpu.index} -q -d PERFORMANCE,TEMPERATURE,POWER" if slowing else None,
+        ),
+    ]
     if not _supported(gpu, facts.torch.architectures):
         built = ", ".join(facts.torch.architectures)
         value = f"compute capability {gpu.compute_capability}, torch was built for {built}"
@@ -105,10 +123,6 @@ def _gpu(gpu: Gpu, facts: Facts) -> list[Check]:
     if gpu.ecc_uncorrected_errors:
         value = f"{gpu.ecc_uncorrected_errors} uncorrected memory errors since the driver was loaded"
         checks.append(check("ECC", value, f"nvidia-smi -i {gpu.index} -q -d ECC,ROW_REMAPPER"))
-    slowing = [reason for reason in gpu.clock_reasons or () if reason in SLOWING_REASONS]
-    if slowing:
-        fix = f"nvidia-smi -i {gpu.index} -q -d PERFORMANCE,TEMPERATURE,POWER"
-        checks.append(check("clocks", f"held down by {', '.join(slowing)}", fix))
     if gpu.mig:
         value = f"MIG on, {len(gpu.mig_devices)} devices: a process sees one of them, so one rank"
         fix = f"nvidia-smi -i {gpu.index} -mig 0 (as root), or name one in CUDA_VISIBLE_DEVICES for each process"
@@ -120,33 +134,35 @@ def _gpu(gpu: Gpu, facts: Facts) -> list[Check]:
     return checks
 
 
-def describe(gpu: Gpu) -> str:
-    """One line; what the driver does not say is left out."""
-
-    def switch(name: str, state: bool | None) -> str | None:
-        return None if state is None else f"{name} {'on' if state else 'off'}"
-
-    def clock(name: str, now: int | None, greatest: int | None) -> str | None:
-        return None if now is None else f"{name} {now}" + (f" of {greatest}" if greatest else "") + " MHz"
-
+def _identity(gpu: Gpu) -> str:
     used = "" if gpu.memory_used_bytes is None else f" ({gpu.memory_used_bytes / 2**30:.2f} used)"
-    parts = [
-        f"{gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB{used}",
-        gpu.uuid,
-        gpu.pci_bus_id,
-        f"sm_{gpu.compute_capability.replace('.', '')}" if gpu.compute_capability else None,
-        f"compute mode {gpu.compute_mode}" if gpu.compute_mode else None,
-        switch("persistence", gpu.persistence),
-        switch("ECC", gpu.ecc),
-        switch("MIG", gpu.mig),
-        clock("SM", gpu.sm_clock_mhz, gpu.sm_clock_max_mhz),
-        clock("memory", gpu.memory_clock_mhz, gpu.memory_clock_max_mhz),
-        f"clocks: {', '.join(gpu.clock_reasons)}" if gpu.clock_reasons else None,
-        None if gpu.temperature_c is None else f"{gpu.temperature_c} °C",
-        None if gpu.power_w is None or gpu.power_limit_w is None else f"{gpu.power_w:.0f} of {gpu.power_limit_w:.0f} W",
-        None if gpu.processes is not None else "processes not told",
-    ]
+    capability = gpu.compute_capability and f"sm_{gpu.compute_capability.replace('.', '')}"
+    parts = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB{used}", gpu.uuid, gpu.pci_bus_id, capability]
     return ", ".join(part for part in parts if part)
+
+
+def _settings(gpu: Gpu) -> str:
+    switches = {"persistence": gpu.persistence, "ECC": gpu.ecc, "MIG": gpu.mig}
+    words = {None: "unknown", True: "on", False: "off"}
+    parts = [f"compute mode {gpu.compute_mode or 'unknown'}", *(f"{key} {words[on]}" for key, on in switches.items())]
+    if gpu.processes is None:
+        parts.append("processes unknown")
+    return ", ".join(parts)
+
+
+def _clocks(gpu: Gpu) -> str:
+    clocks = (
+        ("SM", gpu.sm_clock_mhz, gpu.sm_clock_max_mhz),
+        ("memory", gpu.memory_clock_mhz, gpu.memory_clock_max_mhz),
+    )
+    parts = [f"{name} {now} of {greatest} MHz" for name, now, greatest in clocks if now is not None]
+    if gpu.temperature_c is not None:
+        parts.append(f"{gpu.temperature_c} °C")
+    if gpu.power_w is not None and gpu.power_limit_w is not None:
+        parts.append(f"{gpu.power_w:.0f} of {gpu.power_limit_w:.0f} W")
+    if gpu.clock_reasons is not None:
+        parts.append(f"limits: {', '.join(gpu.clock_reasons) or 'none'}")
+    return ", ".join(parts) or "unknown"
 
 
 def _supported(gpu: Gpu, architectures: list[str]) -> bool:
@@ -200,12 +216,12 @@ def _mps(environment: Mapping[str, str]) -> Check:
     """Whether the control daemon of CUDA's multi-process service runs, which lets ranks compute on one GPU at once."""
     pipe = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY)
     if not (pipe / "control").exists():
-        if shutil.which("nvidia-cuda-mps-control") is None:
+        if shutil.which(DAEMON) is None:
             return Check(
                 group="GPUs", name="MPS", state="optional", value="not installed", fix="it comes with the driver"
             )
         value = f"not running (nothing in {pipe})"
-        return Check(group="GPUs", name="MPS", state="optional", value=value, fix="nvidia-cuda-mps-control -d")
+        return Check(group="GPUs", name="MPS", state="optional", value=value, fix=f"{DAEMON} -d")
     pid = _daemon(pipe)
     if pid is None:
         value = f"{pipe} is there, its daemon is not: it was killed, or runs outside this container"
@@ -214,9 +230,11 @@ def _mps(environment: Mapping[str, str]) -> Check:
 
 
 def _daemon(pipe: Path) -> int | None:
-    """The daemon writes its number beside its pipe; a killed one leaves both."""
+    """The daemon writes its number beside its pipe; a killed one leaves both. Without one, its name tells."""
     try:
-        pid = int((pipe / "nvidia-cuda-mps-control.pid").read_text())
+        pid = int((pipe / f"{DAEMON}.pid").read_text())
+    except FileNotFoundError:
+        return next(_processes(DAEMON), None)
     except (OSError, ValueError):
         return None
     try:
@@ -226,3 +244,13 @@ def _daemon(pipe: Path) -> int | None:
     except (ProcessLookupError, OverflowError):
         return None
     return pid if pid > 0 else None
+
+
+def _processes(name: str) -> Iterator[int]:
+    """Of that program name, of which Linux keeps 15 characters."""
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if path.read_text().strip() == name[:15]:
+                yield int(path.parent.name)
+        except OSError:  # ended meanwhile
+            continue

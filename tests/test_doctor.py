@@ -204,6 +204,12 @@ def test_order_of_the_driver_is_told_where_it_differs():
     state, value = found(facts(*two, cuda=reverse), {"CUDA_VISIBLE_DEVICES": "1,0"})["visible"]
     assert (state, value) == ("ok", "CUDA_VISIBLE_DEVICES=1,0: cuda:0 = GPU 1, cuda:1 = GPU 0")
 
+    fewer = CudaFacts(identifiers=[UUIDS[1].removeprefix("GPU-")])
+    assert found(facts(*two, cuda=fewer))["visible"] == (
+        "warning",
+        "CUDA_VISIBLE_DEVICES is not set: cuda:0 = GPU 1, which is not what NVML lists",
+    )
+
     unknown = CudaFacts(identifiers=["33333333-aaaa-0000-0000-000000000000"])
     assert "does not list" in found(facts(*two, cuda=unknown))["visible"][1]
 

@@ -202,6 +202,8 @@ def _visible(facts: Facts, machine: Machine, environment: Mapping[str, str]) -> 
     by_driver = f"{setting}: {_listed(seen)}"
     if any(gpu.mig for gpu in machine.gpus):
         return Check(group="GPUs", name="visible", state="ok", value=by_driver)
+    if len(seen) != len(expected):
+        return warning(f"{by_driver}, which is not what NVML lists", "nvidia-smi -L")
     order = environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     return warning(
         f"{by_driver} (CUDA_DEVICE_ORDER={order}; nvidia-smi counts otherwise)", "set CUDA_DEVICE_ORDER=PCI_BUS_ID"

@@ -191,13 +191,17 @@ class Checkpoint:
 
 @dataclass(kw_only=True, slots=True)
 class Window:
-    """Steps [start, start + steps), counted from 0; `steps=0` is off."""
+    """Steps [start, start + steps), counted from the first that the run itself makes; `steps=0` is off."""
 
     start: int = 0
     steps: int = 0
 
     def __contains__(self, step: int) -> bool:
         return self.start <= step < self.start + self.steps
+
+    def after(self, completed_steps: int) -> Window:
+        """The same steps in numbers of a training that had made `completed_steps` when this run took it up."""
+        return Window(start=completed_steps + self.start, steps=self.steps)
 
 
 class Recorder:

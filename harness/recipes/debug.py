@@ -37,7 +37,7 @@ def single() -> Trainer.Config:
 
 
 def text() -> Trainer.Config:
-    """FSDP2 × TP2 on documents of yours, byte by byte (`--data.path FILE`): 4 processes, some 10 steps a second."""
+    """FSDP2 × TP2 on documents of yours, byte by byte (`--data.path FILE`): 4 processes."""
     run = _small("text", 4, Parallelism.Config(dp_shard=2, tp=2))
     run.data = Data.Config(dataset="text")
     run.model.vocab_size = 320  # 258 tokens, and what makes it divide well

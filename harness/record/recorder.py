@@ -65,6 +65,7 @@ class Recorder(harness_config.Recorder):
     tokens_per_step: tokens of this rank's data in a step, those that all devices of its model-parallel group share.
     devices_per_token: how many devices (tp · pp · cp) share these tokens; tokens/s, TFLOP/s and MFU are per device.
     flops_per_token: of the model, forward and backward, without recomputation.
+    first_step: the number of the first step: how many a training that goes on from a checkpoint has completed.
 
     On an exception inside `with Recorder` or `step()` (out of memory, interruption and SIGTERM included) it writes
     the open trace, the memory snapshot and the exception's line, and lets the exception go on.
@@ -85,6 +86,7 @@ class Recorder(harness_config.Recorder):
         tokens_per_step: int | None = None,
         flops_per_token: int | None = None,
         devices_per_token: int = 1,
+        first_step: int = 0,
     ) -> None:
         if mode is not None and mode not in MODES:
             raise UsageError(f"recorder mode {mode!r} is none of {', '.join(MODES)}")
@@ -93,7 +95,7 @@ class Recorder(harness_config.Recorder):
         self.directory = Path(directory)
         self.device = this_device(device)
         self.rank, self.world_size = rank_and_world()
-        self.completed_steps = 0
+        self.completed_steps = first_step
 
         cuda = self.device.type == "cuda"
         alone = mode == "rehearsal"

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,8 +60,10 @@ class Trainer(config.Trainer):
             self.tp_group = axis_group(self.mesh, "tp")
             loaded = None if load is None else agree_on_checkpoint(Path(load))
             first = loaded[1].step if loaded else 0
-            recorder = self.config.recorder.build(
+            windows = self.config.recorder
+            recorder = replace(windows, trace=windows.trace.after(first), memory=windows.memory.after(first)).build(
                 self.directory,
+                first_step=first,
                 device=self.device,
                 run_config=config.to_dict(self.config),
                 mesh=axis_ranks(self.mesh),
@@ -69,7 +72,6 @@ class Trainer(config.Trainer):
                 flops_per_token=self.config.model.flops_per_token(training.seq_len),
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
             )
-            recorder.completed_steps = first
             dp_size = self.dims.dp_replicate * self.dims.dp_shard
             with (
                 recorder,

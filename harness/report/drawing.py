@@ -84,9 +84,7 @@ def svg(figure: Figure, name: str, alt: str) -> Html:
     text = re.sub(r'\bid="([\w.-]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r"url\(#([\w.-]+)\)", rf"url(#{name}-\1)", text)
     text = re.sub(r'href="#([\w.-]+)"', rf'href="#{name}-\1"', text)
+    text = text.replace("xlink:href=", "href=")
     view = re.search(r'viewBox="[^"]*"', text)
-    opening = f'<svg role="img" aria-label="{escaped(alt)}" {view[0] if view else ""} xmlns:xlink="{XLINK}">'
+    opening = f'<svg role="img" aria-label="{escaped(alt)}" {view[0] if view else ""}>'
     return Html(re.sub(r"<svg[^>]*>", lambda _: f"{opening}<title>{escaped(alt)}</title>", text, count=1).strip())
-
-
-XLINK = "http://www.w3.org/1999/xlink"

@@ -250,9 +250,10 @@ def memory_timeline(timeline: Timeline) -> Html:
         axes.annotate(
             f"peak {size(top.bytes)}",
             (at, top.bytes / unit),
-            xytext=(-6 if late else 6, 3),
+            xytext=(-8 if late else 8, -1),
             textcoords="offset points",
             ha="right" if late else "left",
+            va="top",
         )
         axes.set_ylim(0, 1.12 * max(float(reserved.max()), float(active.max()), 1e-9))
         axes.set_xlim(x[0], x[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -152,7 +152,7 @@ def memory(report: Report) -> list[Html]:
     if any(item["peak_allocated_bytes"] for item in report.ranks):
         phases = figures.phase_colours(report.ranks)
         key = [swatch(colour, name) for name, colour in phases.items()]
-        key += [line("none", "allocated"), line("5 3", "active"), line("1.5 2", "reserved")]
+        key += peak_lines(report.ranks)
         body += [drawn(figures.peaks(report.ranks), "Allocated peak by phase; peaks of the whole run across.", key)]
     if report.ranks:
         known = [peak for peak in PEAKS if any(item[peak] is not None for item in report.ranks)]
@@ -187,10 +187,16 @@ def memory(report: Report) -> list[Html]:
         body += [tag("h3", "Memory over time"), drawn(figures.memory_timeline(device.timeline), caption, key)]
         body += snapshot_tables(report)
     elif any(p["peak_allocated_bytes"] for item in report.steps for p in item["ranks"].values()):
-        key = [line("none", "allocated"), line("5 3", "active"), line("1.5 2", "reserved")]
+        key = peak_lines([peaks for item in report.steps for peaks in item["ranks"].values()])
         caption = "Highest peak over the ranks. There is no memory history here to draw a timeline from."
         body += [tag("h3", "Peaks of the steps"), drawn(figures.step_peaks(report.steps), caption, key)]
     return body
+
+
+def peak_lines(items: Sequence[dict[str, Any]]) -> list[Html]:
+    """The legend of the lines that `figures.peaks` and `figures.step_peaks` draw for what is known."""
+    dashes = {"allocated": "none", "active": "5 3", "reserved": "1.5 2"}
+    return [line(d, name) for name, d in dashes.items() if any(i[f"peak_{name}_bytes"] is not None for i in items)]
 
 
 def snapshot_tables(report: Report) -> list[Html]:

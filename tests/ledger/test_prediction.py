@@ -14,6 +14,7 @@ from harness.config import Decoder, Parallelism, Trainer, Training
 from harness.errors import UsageError
 from harness.ledger import Prediction, predict
 from harness.ledger.communication import collectives
+from harness.ledger.operators import Target
 from harness.ledger.text import report
 
 LLAMA_8B = Decoder.Config(vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14_336)
@@ -50,6 +51,69 @@ def test_resident_bytes_are_16_a_parameter() -> None:
     assert memory.resident_bytes == pytest.approx(16 * parameters + extra, abs=512 * 300)
 
 
+def resident(config: Trainer.Config) -> int:
+    return predict(config, "cpu").ranks[0].resident_bytes
+
+
+def test_replicas_hold_what_a_shard_holds() -> None:
+    """16 bytes a parameter over dp_shard x tp, whatever dp_replicate is."""
+    config = run_of(4, 2, n_layers=2)
+    alone = resident(config)
+    config.world_size, config.parallelism.dp_replicate = 24, 3
+    assert resident(config) == alone
+    norms = 5 * 4096  # on every tensor-parallel rank
+    parameters = (config.model.params - norms) // 8 + norms // 4
+    counters, rotary = 4 * 21, 4 * 2048 * 128
+    assert alone == 16 * parameters + counters + rotary
+
+
+def test_ranks_of_hsdp_are_numbered_replicas_outermost() -> None:
+    """10 rows over 4 shards: the fourth has one of them, and its ranks are each replica's last ones."""
+    model = Decoder.Config(vocab_size=20, dim=8, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=8)
+    config = Trainer.Config(
+        world_size=16,
+        model=model,
+        parallelism=Parallelism.Config(dp_replicate=2, dp_shard=4, tp=2),
+        training=Training.Config(seq_len=8),
+    )
+    prediction = predict(config, "cpu")
+    assert [rank.rank for rank in prediction.ranks] == list(range(16))
+    assert [rank.alike_rank for rank in prediction.ranks] == 2 * [0, 0, 0, 0, 0, 0, 6, 6]
+    assert "ranks 0 to 5, 8 to 13: peak" in report(prediction)
+    assert "ranks 6 to 7, 14 to 15: peak" in report(prediction)
+
+
+def test_tied_embeddings_hold_one_matrix_and_gather_it_once() -> None:
+    config = run_of(4, 1, n_layers=2)
+    untied = resident(config)
+    config.model.tied_embeddings = True
+    matrix = 128_256 * 4096
+    assert untied - resident(config) == 16 * matrix // 4 + 4
+    memory = predict(config, "cpu").ranks[0]
+    assert "N_embedding" not in memory.quantities
+    gathered = [i.categories["unsharded parameters"] for i in memory.timeline if i.name.startswith("forward: layers")]
+    assert all(size >= 2 * matrix for size in gathered)
+    # Where the embedding's gradient meets the head's: both and their sum, beside the matrix itself.
+    (end,) = [i for i in memory.timeline if i.name == "backward: embedding"]
+    assert end.categories["unsharded gradients"] == 2 * (3 * matrix + 4096)
+
+
+def test_a_later_micro_batch_adds_to_the_gradients_of_the_first() -> None:
+    config = run_of(4, 1, n_layers=2)
+    one = predict(config, "cpu").ranks[0]
+    config.training.accumulation_steps = 5
+    memory = predict(config, "cpu").ranks[0]
+    assert memory.resident_bytes == one.resident_bytes
+    lines = {entry.category: entry.bytes for entry in memory.entries}
+    assert lines["batch"] == 16 * 2048 * 5
+    assert lines["reduce-scatter output"] == 4 * 128_256 * 4096 // 4 + 4 * 4096 // 4  # of the head, the largest
+    assert "reduce-scatter output" not in {entry.category for entry in one.entries}
+    # HSDP holds the output of every unit until backward is done.
+    config.world_size, config.parallelism.dp_replicate = 8, 2
+    lines = {entry.category: entry.bytes for entry in predict(config, "cpu").ranks[0].entries}
+    assert lines["reduce-scatter output"] == 4 * memory.quantities["P"]
+
+
 def evaluate(formula: str, quantities: dict[str, int]) -> int:
     total = 0
     for term in formula.split(" + "):
@@ -63,10 +127,17 @@ def evaluate(formula: str, quantities: dict[str, int]) -> int:
     return total
 
 
+def several(tp: int) -> Trainer.Config:
+    config = run_of(4, tp, n_layers=3)
+    config.world_size, config.parallelism.dp_replicate = 8 * tp, 2
+    config.model.tied_embeddings, config.training.accumulation_steps = True, 2
+    return config
+
+
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_formulas_give_their_bytes(target: str, tp: int) -> None:
-    memory = predict(run_of(4, tp, n_layers=3), target).ranks[0]  # type: ignore[arg-type]
+@pytest.mark.parametrize("config", [run_of(4, 1, n_layers=3), run_of(4, 2, n_layers=3), several(1), several(2)])
+def test_formulas_give_their_bytes(target: Target, config: Trainer.Config) -> None:
+    memory = predict(config, target).ranks[0]
     assert len(memory.entries) > 12
     for entry in memory.entries:
         assert evaluate(entry.formula, memory.quantities) == entry.bytes, entry
@@ -75,10 +146,11 @@ def test_formulas_give_their_bytes(target: str, tp: int) -> None:
     assert max(instant.bytes for instant in memory.timeline) == memory.peak_allocated_bytes
 
 
-def test_nothing_leaks_from_step_to_step() -> None:
+@pytest.mark.parametrize("config", [run_of(2, 2, n_layers=2), several(2)])
+def test_nothing_leaks_from_step_to_step(config: Trainer.Config) -> None:
     from harness.ledger.step import Implementation, Step
 
-    step = Step(run_of(2, 2, n_layers=2), target="cuda", implementation=Implementation())
+    step = Step(config, target="cuda", implementation=Implementation())
     step.run()
     after_first = step.tape.total
     for _ in range(3):
@@ -113,6 +185,47 @@ def test_communication_by_hand() -> None:
     replicated = {(c.dimension, c.kind): (c.count, c.bytes) for c in predict(config).communication}
     assert replicated[("tp", "all_reduce")] == (10 + 3 + 1, 10 * 4 * 8 * 2 + 3 * 4 * 4 + 4)
     assert ("tp", "all_gather") not in replicated
+
+
+def test_communication_of_hsdp_tied_and_accumulated_by_hand() -> None:
+    """2 layers, HSDP2x3 x TP2, tied, 4 micro-batches: counts of the parts of a step times what repeats them."""
+    model = Decoder.Config(vocab_size=10, dim=8, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=12, tied_embeddings=True)
+    config = Trainer.Config(
+        world_size=12,
+        model=model,
+        parallelism=Parallelism.Config(dp_replicate=2, dp_shard=3, tp=2),
+        training=Training.Config(micro_batch_size=1, seq_len=4, accumulation_steps=4),
+    )
+    norm, matrix = 9, 6 * 8
+    layer = 2 * norm + 6 * 8 + 2 * (3 * 8) + 9 * 4 + 2 * (6 * 8) + 9 * 6
+    ends = norm + matrix
+    found = {(c.dimension, c.kind): (c.count, c.bytes) for c in predict(config).communication}
+    assert found == {
+        # Layers twice, the ends once: they stay gathered from the embedding to the last reduction.
+        ("dp_shard", "all_gather"): (4 * (4 + 1), 4 * 2 * (4 * layer + ends)),
+        ("dp_shard", "reduce_scatter"): (4 * 3, 4 * 4 * (2 * layer + ends)),
+        ("dp_shard", "all_reduce"): (3, 8 + 4 + 4),
+        ("dp_replicate", "all_reduce"): (4 * 3 + 3, 4 * 4 * (2 * layer + ends) // 3 + 16),
+        ("tp", "all_gather"): (4 * 10, 4 * 10 * 4 * 8 * 2),
+        ("tp", "reduce_scatter"): (4 * 10, 4 * 10 * 4 * 8 * 2),
+        ("tp", "all_reduce"): (4 * (5 + 3) + 1, 4 * (5 * 8 * 2 + 3 * 4 * 4) + 4),
+    }
+
+
+def test_one_shard_and_replicas_all_reduce_whole_gradients() -> None:
+    config = run_of(1, 1, n_layers=2)
+    config.world_size, config.parallelism.dp_replicate = 3, 3
+    found = {(c.dimension, c.kind): (c.count, c.bytes) for c in predict(config).communication}
+    assert found == {("dp_replicate", "all_reduce"): (4 + 3, 4 * config.model.params + 16)}
+
+
+@pytest.mark.parametrize("policy", ["always", "default", "never"])
+def test_gathers_of_tied_embeddings(policy: str) -> None:
+    config = run_of(2, 1, n_layers=3)
+    config.model.tied_embeddings = True
+    config.parallelism.reshard_after_forward = policy  # type: ignore[assignment]
+    gathers = sum(c.count for c in collectives(config) if c.kind == "all_gather")
+    assert gathers == {"always": 6 + 2, "default": 6 + 1, "never": 3 + 1}[policy]
 
 
 @pytest.mark.parametrize(("policy", "gathers"), [("always", 8), ("default", 7), ("never", 4)])

@@ -1,0 +1,143 @@
+"""The ledger against the allocator: rank 0 of each layout on one GPU, its process group torch's `fake` one.
+
+    python benchmarks/ledger_accuracy.py LAYOUTS.json [NAME …] [--out FILE]
+
+LAYOUTS.json holds `runs`, each a `name` and a `config` (tests/ledger/h200_peaks.json is one). Every run gets a
+process of its own and takes three steps; the line printed of it is predicted and measured GiB and
+100·(predicted − measured)/measured. `--out` keeps the measured bytes. A rank's allocations do not depend on whether
+its collectives reach anybody, so this is a cluster's rank on one GPU; times and NCCL's own memory are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from harness.config import Recorder, from_dict
+from harness.ledger import predict
+from harness.trainer import trainer
+
+GIB = 2**30
+STEPS = 3
+
+
+class AllocatorPeaks:
+    """A recorder of allocated bytes: the most in each phase of every step and in the step, and those left after it."""
+
+    def __init__(self) -> None:
+        self.completed_steps = 0
+        self.steps: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to write."""
+
+    @contextmanager
+    def category(self, name: str) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def step(self, tags: Sequence[str] = ()) -> Iterator[None]:
+        self.steps.append({"peak": 0, "phases": {}})
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        self._take()
+        torch.cuda.synchronize()
+        self.steps[-1]["resident"] = torch.cuda.memory_allocated()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._take()
+        yield
+        phases = self.steps[-1]["phases"]
+        phases[name] = max(phases.get(name, 0), self._take())
+
+    def _take(self) -> int:
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.steps[-1]["peak"] = max(self.steps[-1]["peak"], peak)
+        return peak
+
+    def log(self, **values: object) -> None:
+        """Losses are not looked at here."""
+
+    def watch(self, model: object, optimizer: object) -> None:
+        """The allocator needs no names."""
+
+
+class PeaksOnly(Recorder.Config):
+    def build(self, directory: Path, **runtime: Any) -> Any:
+        self.recorder = AllocatorPeaks()
+        return self.recorder
+
+
+def measure(tree: dict[str, Any]) -> dict[str, Any]:
+    """Allocated bytes of rank 0 of the configuration `tree`: of the first step and of those after it."""
+    config = from_dict(tree)
+
+    @contextmanager
+    def fake_group(*_: object) -> Iterator[None]:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.world_size)
+        yield
+        dist.destroy_process_group()
+
+    vars(trainer)["process_group"] = fake_group
+    peaks = PeaksOnly()
+    training = replace(config.training, device="cuda", steps=STEPS)
+    trainer.Trainer(replace(config, training=training, recorder=peaks), Path()).train()
+    first, *_, last = peaks.recorder.steps
+    return {
+        "first_step_peak_allocated_bytes": first["peak"],
+        "steady_peak_allocated_bytes": last["peak"],
+        "steady_phase_peak_allocated_bytes": last["phases"],
+        "resident_bytes": last["resident"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The ledger against the CUDA allocator on one GPU.")
+    parser.add_argument("layouts", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    runs = [run for run in json.loads(args.layouts.read_text())["runs"] if not args.names or run["name"] in args.names]
+    if args.here:
+        print(json.dumps(measure(runs[0]["config"])))
+        return
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; steady peak of rank 0, GiB")
+    print(f"{'layout':36} {'predicted':>9} {'measured':>9} {'error':>10}  at")
+    kept = []
+    for run in runs:
+        command = [sys.executable, __file__, str(args.layouts), run["name"], "--here"]
+        child = subprocess.run(command, capture_output=True, text=True)
+        if child.returncode:
+            print(f"{run['name']:36} failed: {child.stderr.strip().splitlines()[-1]}")
+            continue
+        measured = json.loads(child.stdout.splitlines()[-1])
+        memory = predict(from_dict(run["config"]), "cuda").ranks[0]
+        peak = measured["steady_peak_allocated_bytes"]
+        error = 100 * (memory.peak_allocated_bytes - peak) / peak
+        print(
+            f"{run['name']:36} {memory.peak_allocated_bytes / GIB:9.4f} {peak / GIB:9.4f} {error:+8.3f} %  {memory.at}"
+        )
+        kept.append({**run, **measured})
+    if args.out:
+        args.out.write_text(json.dumps({"runs": kept}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from pathlib import Path
 
 import pytest
+from written import MIB, write_recording, write_trace
 
 from harness import compare, recording
 from harness.cli import main
@@ -16,48 +15,7 @@ from harness.ledger import predict
 from harness.report import build
 from harness.report.text import render
 
-MIB = 2**20
 CONFIG = Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(tp=2))
-
-
-def write_recording(directory: Path, *, config: object = None, ranks: int = 2, steps: int = 3, **row: object) -> Path:
-    recording.merge_manifest(
-        directory, {"mode": "cpu", "world_size": 2, "config": config, "versions": {"torch": "9.9"}}
-    )
-    recording.write_status(directory, "complete")
-    for rank in range(ranks):
-        path = recording.steps_path(directory, rank)
-        path.parent.mkdir(exist_ok=True)
-        rows = [
-            {
-                "step": step,
-                "wall_ns": (10 + step + rank) * 1_000_000,
-                "loss": 2.5,
-                "memory_source": "tensor_storages",
-                "peak_allocated_bytes": (step + 1) * MIB + rank,
-                "phases": {"forward": {"peak_allocated_bytes": step * MIB}},
-                "tags": ["warmup"] if step == 0 else [],
-                **row,
-            }
-            for step in range(steps)
-        ]
-        path.write_text("".join(json.dumps(item) + "\n" for item in rows))
-    return directory
-
-
-def write_trace(directory: Path, rank: int, collectives: list[tuple[str, int, int]]) -> None:
-    """Our recorder's form on CPU: one step with `comm:` ranges of (kind, count, bytes of each) on the tp axis."""
-    events = [{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 9000}]
-    at = 1
-    for kind, count, size in collectives:
-        for sequence in range(count):
-            name = f"comm:{kind}:mesh_tp:{sequence}:{size}"
-            events.append({"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1, "ts": at, "dur": 2})
-            at += 3
-    path = recording.trace_path(directory, 2, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wt") as file:
-        json.dump({"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": 2}}, file)
 
 
 def test_steps_ranks_and_prediction_of_a_recording(tmp_path):

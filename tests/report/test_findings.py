@@ -1,0 +1,186 @@
+"""Findings: each from the smallest input that has it, and silence without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from written import MIB, rewrite_steps, write_kernels, write_recording, write_snapshot, write_trace
+
+from harness import recording
+from harness.cli import main
+from harness.config import Parallelism, Trainer, to_dict
+from harness.report import build
+from harness.report.finding import SEVERITIES, Finding, ranks_text
+
+CONFIG = Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(tp=2))
+GIB = 1024 * MIB
+
+
+def findings(path: Path, word: str = "") -> list[Finding]:
+    return [finding for finding in build(path).findings if word in finding.title]
+
+
+def trace(path: Path, *kernels: tuple[str, str | None, int, int, int], rank: int = 0) -> Path:
+    return write_kernels(path / f"rank{rank}_trace.json.gz", kernels, rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("compute_us", "severity", "share"), [(0, "high", 100.0), (850, "medium", 15.0), (1000, "info", 0.0)]
+)
+def test_exposed_communication_by_dimension(tmp_path, compute_us, severity, share):
+    """All-gathers of 1000 µs of which `compute_us` are hidden."""
+    kernels = [("_allgather_base", "mesh_dp_shard", 20, 0, 1000), ("gemm", None, 7, 0, max(compute_us, 1))]
+    (found,) = findings(trace(tmp_path, *kernels).parent, "mesh_dp_shard")
+    assert found.severity == severity
+    assert found.evidence["exposed_pct"] == pytest.approx(share, abs=0.2)
+    assert found.evidence["dominant_kind"] == "all_gather"
+    assert found.where.startswith("mesh_dp_shard, rank 0")
+
+
+def test_times_of_a_shared_gpu_are_never_grave(tmp_path):
+    write_recording(tmp_path, manifest={"mode": "shared-gpu"})
+    kernels = [("_allgather_base", "mesh_dp_shard", 20, 0, 1000), ("gemm", None, 7, 0, 1)]
+    write_kernels(recording.trace_path(tmp_path, 4, 0), kernels)
+    (found,) = findings(tmp_path, "mesh_dp_shard")
+    assert found.severity == "low"
+    assert "mode shared-gpu" in found.where
+    assert findings(tmp_path, "the ranks share one GPU")[0].severity == "info"
+
+
+def test_communication_on_the_compute_stream(tmp_path):
+    kernels = [("gemm", None, 7, 0, 900), ("allreduce", "mesh_tp", 7, 900, 100), ("allreduce", "mesh_tp", 20, 0, 300)]
+    (found,) = findings(trace(tmp_path, *kernels).parent, "compute stream")
+    assert found.evidence["on_compute_stream_ns"] == 100_000
+    assert found.evidence["on_compute_stream_pct"] == 25.0
+    assert "stream 7" in found.where
+
+
+def test_communication_beside_compute_is_no_finding(tmp_path):
+    trace(tmp_path, ("gemm", None, 7, 0, 900), ("allreduce", "mesh_tp", 20, 0, 300))
+    assert findings(tmp_path, "compute stream") == []
+
+
+@pytest.mark.parametrize(
+    ("late", "title"), [([1, 1, 1, 1], "wait for rank 1"), ([1, 0, 1, 0], "% of communication is")]
+)
+def test_waiting_for_a_late_rank(tmp_path, late, title):
+    """Four all-reduces of 1000 µs that end together; the late rank joins 800 µs after the other."""
+    for rank in range(2):
+        starts = [(2000 * k + (800 if late[k] == rank else 0), 200 if late[k] == rank else 1000) for k in range(4)]
+        trace(tmp_path, *(("allreduce", "mesh_dp", 20, start, dur) for start, dur in starts), rank=rank)
+    (found,) = [f for f in findings(tmp_path) if "wait_ns" in f.evidence]
+    assert title in found.title
+    assert found.evidence["transfer_ns"] == 800_000
+    assert found.evidence["wait_ns"] == 1_600_000
+
+
+def test_stacking_names_its_sites(tmp_path):
+    write_snapshot(tmp_path / "rank0_snapshot.pickle", pending=3)
+    (found,) = findings(tmp_path, "stacks up")
+    assert found.severity == "high"
+    assert found.evidence["max_pending_bytes"] == 300 * MIB
+    assert "train.py:7:forward" in found.where
+
+
+def test_no_stacking_no_finding(tmp_path):
+    write_snapshot(tmp_path / "rank0_snapshot.pickle")
+    assert findings(tmp_path, "stacks up") == []
+
+
+@pytest.mark.parametrize(("reserved", "severity"), [(4.4, None), (5.2, "low"), (6.0, "medium")])
+def test_reserved_above_the_peak(tmp_path, reserved, severity):
+    write_recording(tmp_path, peak_active_bytes=4 * GIB, peak_reserved_bytes=int(reserved * GIB))
+    assert [f.severity for f in findings(tmp_path, "reserved above")] == ([] if severity is None else [severity])
+
+
+@pytest.mark.parametrize("counter", ["alloc_retries", "ooms"])
+def test_counters_of_the_allocator(tmp_path, counter):
+    write_recording(tmp_path)
+    assert [f for f in findings(tmp_path) if counter in f.evidence] == []
+    rewrite_steps(tmp_path, 1, **{counter: [0, 1, 3]})
+    (found,) = [f for f in findings(tmp_path) if counter in f.evidence]
+    assert (found.severity, found.evidence[counter], found.where) == ("high", 3, "rank 1")
+
+
+def test_ranks_that_need_unequal_memory(tmp_path):
+    write_recording(tmp_path)
+    assert findings(tmp_path, "unequal") == []
+    rewrite_steps(tmp_path, 1, peak_allocated_bytes=[MIB, 2 * MIB, 4 * MIB])
+    assert findings(tmp_path, "unequal")[0].where == "rank 0 and rank 1"
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(1.0, "info"), (1.05, "medium"), (1.5, "high")])
+def test_how_far_the_prediction_is(tmp_path, factor, severity):
+    write_recording(tmp_path, config=to_dict(CONFIG))
+    predicted = build(tmp_path).prediction.ranks[0].peak_allocated_bytes
+    for rank in range(2):
+        rewrite_steps(tmp_path, rank, peak_allocated_bytes=[MIB, MIB, int(predicted * factor)])
+    (found,) = [f for f in findings(tmp_path) if "error_pct" in f.evidence]
+    assert found.severity == severity
+    assert found.evidence["measured_peak_allocated_bytes"] == int(predicted * factor)
+
+
+def test_collectives_that_nobody_configured(tmp_path):
+    write_trace(write_recording(tmp_path, config=to_dict(CONFIG)), 0, [("broadcast", 2, 64)])
+    (found,) = findings(tmp_path, "not what the configuration says")
+    assert "broadcast on tp" in found.where
+
+
+def test_steps_with_the_garbage_collector(tmp_path):
+    write_recording(tmp_path, steps=7)
+    for rank in range(2):
+        tags = [["warmup"], [], ["gc"], [], [], ["gc"], []]
+        rewrite_steps(tmp_path, rank, tags=tags, wall_ns=[90_000, 1000, 1500, 1000, 1000, 1500, 1000])
+    (found,) = findings(tmp_path, "garbage collector take 50 % longer")
+    assert found.evidence == {"gc_step_wall_ns": 1500, "step_wall_ns": 1000, "gc_steps": 2}
+    assert findings(tmp_path, "The first step took 90.0 times")[0].severity == "info"
+
+
+def test_a_run_of_one_step_has_no_time(tmp_path):
+    write_recording(tmp_path, steps=1)
+    assert findings(tmp_path, "No step tells the time")
+    assert build(tmp_path).metrics["step_wall_ns"].value is None
+
+
+def test_what_did_not_end_well_comes_first(tmp_path):
+    write_recording(tmp_path, ranks=1)
+    recording.write_status(tmp_path, "failed", "rank 1 exited: out of memory")
+    found = findings(tmp_path)
+    assert found[0].title == "The run failed: rank 1 exited: out of memory"
+    assert found[1].where == "rank 1"
+    order = [SEVERITIES.index(finding.severity) for finding in found]
+    assert order == sorted(order)
+
+
+def test_ranks_without_a_trace(tmp_path):
+    trace(tmp_path, ("gemm", None, 7, 0, 900))
+    assert findings(tmp_path, "1 of 2 ranks have a trace")
+
+
+def test_text_shows_five_and_counts_the_rest(tmp_path, capsys):
+    write_recording(tmp_path, config=to_dict(CONFIG), alloc_retries=1, ooms=1)
+    write_trace(tmp_path, 0, [("broadcast", 2, 64)])
+    recording.write_status(tmp_path, "failed", "ended")
+    main(["report", str(tmp_path), "--json"])
+    count = len(json.loads(capsys.readouterr().out)["findings"])
+    main(["report", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert count > 5
+    assert f"{count - 5} more: --json, --html" in out
+    assert "alloc_retries 2" in out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2], "ranks 0 to 2"),
+        ([5, 0, 2], "ranks 0, 2, 5"),
+        ([None], "rank unknown"),
+        (list(range(0, 20, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2 more"),
+    ],
+)
+def test_ranks_are_named_shortly(ranks, text):
+    assert ranks_text(ranks) == text

@@ -1,0 +1,146 @@
+"""Recordings, traces and snapshots written by hand for the tests of report and compare."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import recording
+
+MIB = 2**20
+
+
+def write_recording(
+    directory: Path,
+    *,
+    config: object = None,
+    ranks: int = 2,
+    world_size: int = 2,
+    steps: int = 3,
+    manifest: dict[str, Any] | None = None,
+    **row: object,
+) -> Path:
+    """A complete CPU recording: rank r's step s takes 10 + s + r ms and peaks at (s + 1) MiB + r bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    about = {"mode": "cpu", "world_size": world_size, "config": config, "versions": {"torch": "9.9"}} | (manifest or {})
+    recording.merge_manifest(directory, about)
+    recording.write_status(directory, "complete")
+    for rank in range(ranks):
+        path = recording.steps_path(directory, rank)
+        path.parent.mkdir(exist_ok=True)
+        rows = [
+            {
+                "step": step,
+                "wall_ns": (10 + step + rank) * 1_000_000,
+                "loss": 2.5,
+                "memory_source": "tensor_storages",
+                "peak_allocated_bytes": (step + 1) * MIB + rank,
+                "phases": {"forward": {"peak_allocated_bytes": step * MIB}},
+                "tags": ["warmup"] if step == 0 else [],
+                **row,
+            }
+            for step in range(steps)
+        ]
+        path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    return directory
+
+
+def write_trace(directory: Path, rank: int, collectives: list[tuple[str, int, int]]) -> None:
+    """Our recorder's form on CPU: one step with `comm:` ranges of (kind, count, bytes of each) on the tp axis."""
+    events = [{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 9000}]
+    at = 1
+    for kind, count, size in collectives:
+        for sequence in range(count):
+            name = f"comm:{kind}:mesh_tp:{sequence}:{size}"
+            events.append({"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1, "ts": at, "dur": 2})
+            at += 3
+    path = recording.trace_path(directory, 2, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": 2}}, file)
+
+
+def rewrite_steps(directory: Path, rank: int, **values: Sequence[object]) -> None:
+    """Replaces fields of a rank's rows, one value per step."""
+    path = recording.steps_path(directory, rank)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for name, column in values.items():
+        for row, value in zip(rows, column, strict=True):
+            row[name] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_kernels(
+    path: Path,
+    kernels: Sequence[tuple[str, str | None, int, int, int]],
+    *,
+    rank: int = 0,
+    world_size: int = 2,
+    step: int | None = 3,
+    length_us: int = 10_000,
+) -> Path:
+    """A device trace of one step. Kernels: (name or collective, dimension or None for compute, stream, start µs,
+    duration µs); each is launched at µs 1."""
+    events: list[dict[str, Any]] = []
+    if step is not None:
+        name = f"ProfilerStep#{step}"
+        events.append(
+            {"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1, "ts": 0, "dur": length_us}
+        )
+    for number, (name, dimension, stream, start, dur) in enumerate(kernels, start=1):
+        launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": 1, "dur": 1}
+        args: dict[str, Any] = {"device": 0, "stream": stream, "correlation": number}
+        if dimension is not None:
+            args |= {
+                "Collective name": name,
+                "Process Group Name": dimension,
+                "Process Group Description": dimension,
+                "Process Group Ranks": str(list(range(world_size))),
+            }
+        kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": start, "dur": dur}
+        events += [launch | {"args": {"correlation": number}}, kernel | {"args": args}]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"schemaVersion": 1, "traceEvents": events, "distributedInfo": {"rank": rank, "world_size": world_size}}
+    with gzip.open(path, "wt") as file:
+        json.dump(content, file)
+    return path
+
+
+def write_snapshot(path: Path, *, pending: int = 0, size: int = 100 * MIB, site: str = "/home/me/train.py") -> Path:
+    """A snapshot whose peak is two blocks of `size`; one is freed with `pending` further allocations before it can be
+    reused."""
+    frames = [{"filename": site, "line": 7, "name": "forward"}]
+    base, time = 1 << 40, 1_000_000
+    events: list[dict[str, Any]] = [{"action": "segment_alloc", "addr": base, "size": (pending + 3) * size}]
+
+    def event(action: str, place: int) -> None:
+        events.append({"action": action, "addr": base + place * size, "size": size, "frames": frames})
+
+    event("alloc", 0)
+    event("alloc", 1)
+    event("free_requested", 0)
+    for place in range(pending):
+        event("alloc", 2 + place)
+        event("free_requested", 2 + place)
+    event("free_completed", 0)
+    for place in range(pending):
+        event("free_completed", 2 + place)
+    for index, item in enumerate(events):
+        item |= {"stream": 0, "time_us": time + 10 * index}
+    blocks = [
+        {"address": base + place * size, "size": size, "requested_size": size, "state": state, "frames": frames}
+        for place, state in [
+            (0, "inactive"),
+            (1, "active_allocated"),
+            *((2 + p, "inactive") for p in range(pending + 1)),
+        ]
+    ]
+    total = sum(block["size"] for block in blocks)
+    segment = {"device": 0, "address": base, "total_size": total, "stream": 0, "blocks": blocks}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [events]}, protocol=4))
+    return path

@@ -15,7 +15,7 @@ from harness import __version__
 from harness.doctor import gpu_checks
 from harness.doctor.facts import Facts, TorchFacts, gather
 from harness.doctor.findings import Check, Device, Report
-from harness.doctor.modes import INSTALL_TORCH, LATER_MODES, find_torch
+from harness.doctor.modes import INSTALL_TORCH, LATER_MODES, find_torch, memory_bytes
 from harness.nvml import visible_gpus
 from harness.variables import Library, Variable, configuration_files
 from harness.variables import examine as examine_variables
@@ -177,7 +177,7 @@ def _nccl(torch: TorchFacts) -> list[Check]:
 
 def _host(*, has_gpus: bool) -> list[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = memory_bytes()
     checks = [
         Check(group="host", name="cores", state="ok", value=str(cores)),
         Check(group="host", name="memory", state="ok", value=f"{memory / 2**30:.1f} GiB"),

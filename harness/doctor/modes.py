@@ -16,6 +16,8 @@ from harness.recording import Mode
 
 INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'"
 LATER_MODES = ("shared-gpu", "rehearsal")
+# Least resident memory of a process that has imported torch and joined a group, what all share not counted.
+RANK_MEMORY_BYTES = 128 * 2**20
 
 
 def choose_mode(config: Trainer.Config, requested: Mode | None) -> tuple[Mode, str]:
@@ -30,6 +32,7 @@ def choose_mode(config: Trainer.Config, requested: Mode | None) -> tuple[Mode, s
         raise UnavailableError(f"torch is not installed: {INSTALL_TORCH}")
     wanted = config.training.device
     if requested == "cpu" or (requested is None and wanted == "cpu"):
+        _require_memory(config.world_size)
         return "cpu", "asked for"
 
     usable, why = usable_devices()
@@ -37,10 +40,26 @@ def choose_mode(config: Trainer.Config, requested: Mode | None) -> tuple[Mode, s
     if usable >= config.world_size:
         return "real", f"{usable} CUDA devices"
     if requested is None and wanted == "auto":
+        _require_memory(config.world_size)
         return "cpu", short
     raise UnavailableError(
         f"mode real needs one CUDA device per rank, here are {short}: lower --nproc or use --mode cpu"
     )
+
+
+def _require_memory(world_size: int) -> None:
+    """Raises `UnavailableError` for more ranks than this machine's memory can hold even if their model is nothing."""
+    memory = memory_bytes()
+    most = max(1, memory // RANK_MEMORY_BYTES)
+    if world_size > most:
+        raise UnavailableError(
+            f"world_size={world_size}: this machine's {memory / 2**30:.1f} GiB of memory hold at most {most} "
+            "ranks of mode cpu: lower it (--nproc), or predict it with meshscope ledger"
+        )
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def usable_devices() -> tuple[int, str | None]:

@@ -98,7 +98,7 @@ def lanes(picture: LanePicture, mode: str) -> list[Html]:
     caption = (
         f"A lane's height is the share of each {picture.column_ns / 1e3:.0f} µs column in which it ran: strong while "
         "nothing computed, pale while compute hid it. The thin line below marks every column in which it ran at all. "
-        f"{picture.source} time, mode {mode}."
+        f"{picture.source.capitalize()} time, mode {mode}."
     )
     return [
         tag("h3", f"{step} of {rank}, where most communication is exposed".capitalize()),

@@ -58,6 +58,11 @@ TAG_LETTERS = {
 }
 
 
+def cut(ranks: Sequence[Any]) -> str:
+    """Says that not every rank is drawn."""
+    return f" The first {RANKS_DRAWN} of {len(ranks)} are drawn." if len(ranks) > RANKS_DRAWN else ""
+
+
 def letters(tags: Sequence[str]) -> str:
     return "".join(dict.fromkeys(TAG_LETTERS.get(tag, "*") for tag in tags))
 
@@ -176,7 +181,7 @@ def step_parts(parts: Sequence[dict[str, Any]]) -> Html:
                 at += width
         axes.set_yticks(range(len(shown)), [rank_name(item) for item in shown])
         axes.invert_yaxis()
-        axes.set_xlim(0, longest * 1.01)
+        axes.set_xlim(0, longest * 1.01 or 1)
         axes.set_xlabel("ms of the mean traced step")
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -267,7 +272,7 @@ def highest_per_column(timeline: Timeline, columns: int = 900) -> tuple[NDArray[
     there to the next, the level at the start included."""
     events = len(timeline.allocated)
     clock = np.arange(events) if timeline.time_us is None else np.maximum.accumulate(timeline.time_us)
-    edges = np.linspace(int(clock[0]), int(clock[-1]), columns + 1)
+    edges = np.linspace(int(clock[0]), max(int(clock[-1]), int(clock[0]) + 1), columns + 1)
     first = np.searchsorted(clock, edges, side="left")
     first[-1] = events
     curves: dict[str, Any] = {}

@@ -55,9 +55,9 @@ def most_exposed(captures: Sequence[Capture]) -> LanePicture | None:
             choices: list[int | None] = [i for i in range(len(capture.steps)) if (device.step == i).any()]
             for index in choices or [None]:
                 mask = selected(device, index)
-                if not mask.any():
-                    continue
                 window = device.activity.window(mask)
+                if not window.span_ns:
+                    continue
                 exposed = window.exposed_ns(window.communication)
                 if best is None or exposed > best[0]:
                     best = (exposed, capture, device, index)

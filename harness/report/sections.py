@@ -153,7 +153,8 @@ def memory(report: Report) -> list[Html]:
         phases = figures.phase_colours(report.ranks)
         key = [swatch(colour, name) for name, colour in phases.items()]
         key += peak_lines(report.ranks)
-        body += [drawn(figures.peaks(report.ranks), "Allocated peak by phase; peaks of the whole run across.", key)]
+        caption = f"Allocated peak by phase; peaks of the whole run across.{figures.cut(report.ranks)}"
+        body += [drawn(figures.peaks(report.ranks), caption, key)]
     if report.ranks:
         known = [peak for peak in PEAKS if any(item[peak] is not None for item in report.ranks)]
         names = dict.fromkeys(name for item in report.ranks for name in item["peak_allocated_bytes_by_phase"])
@@ -322,7 +323,9 @@ def definitions() -> Html:
 SECTIONS = (
     Section("findings", "Findings", findings, "nothing stood out"),
     Section("run", "Run", run, "no manifest, so configuration and versions are unknown"),
-    Section("steps", "Steps", steps, "no step rows: record the run with harness.record.Recorder or meshscope run"),
+    Section(
+        "steps", "Steps", steps, "no step states its time: record the run with harness.record.Recorder or meshscope run"
+    ),
     Section(
         "overlap",
         "Communication and overlap",

@@ -43,7 +43,7 @@ def parts(report: Report) -> list[Html]:
         values = figures.part_values(item)
         cells = (figure_cell(f"{name}_ns", values.get(name, 0)) for name in looks)
         rows.append([figures.rank_name(item), *cells, figure_cell("span_ns", item["span_ns"])])
-    caption = "The parts of a bar add up to the span of the rank's mean traced step."
+    caption = f"The parts of a bar add up to the span of the rank's mean traced step.{figures.cut(report.mean_parts)}"
     return [
         tag("h3", "Where a traced step goes, by rank"),
         tag("figure", legend(key), tag("div", figures.step_parts(report.mean_parts), class_="scroll")),

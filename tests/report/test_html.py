@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_traces_alone(tmp_path):
     write_kernels(tmp_path / "rank0_trace.json.gz", STEP, step=None)
     found = Page(page(build(tmp_path)))
     assert "Whole files, which name no steps" in found.text
-    for section in ("Run: no manifest", "Steps: no step rows", "Memory: no step states memory"):
+    for section in ("Run: no manifest", "Steps: no step states its time", "Memory: no step states memory"):
         assert section in found.text
     assert "Where a traced step goes" not in found.text
 
@@ -216,6 +217,29 @@ def test_many_steps_and_ranks_stay_small(tmp_path):
     text = page(build(tmp_path))
     assert len(text) < 1_000_000
     assert "The last 60 of 300 steps" in text
+    assert "The first 32 of 64 are drawn." in text
+
+
+def test_events_without_length(tmp_path, recwarn):
+    """A trace whose only event takes no time, and a history within one microsecond."""
+    write_kernels(tmp_path / "rank0_trace.json.gz", [("allreduce", "mesh_dp", 20, 5, 0)])
+    path = write_snapshot(tmp_path / "rank0_snapshot.pickle")
+    content = pickle.loads(path.read_bytes())
+    for event in content["device_traces"][0]:
+        event["time_us"] = 7
+    path.write_bytes(pickle.dumps(content, protocol=4))
+    found = Page(page(build(tmp_path)))
+    assert found.figures("span_ns") == [0]
+    assert "Memory over time" in found.text
+    assert not recwarn.list
+
+
+def test_rows_that_state_nothing(tmp_path, recwarn):
+    rows = {"wall_ns": None, "peak_allocated_bytes": None, "phases": "none", "loss": "nan", "tags": None}
+    found = Page(page(build(write_recording(tmp_path, **rows))))
+    assert "Steps: no step states its time" in found.text
+    assert found.figures("peak_allocated_bytes") == []
+    assert not recwarn.list
 
 
 def test_unknown_figures_are_not_zero():

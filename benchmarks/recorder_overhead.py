@@ -1,11 +1,15 @@
 """What recording costs a training step with its windows off: `python benchmarks/recorder_overhead.py [--json]`.
 
-Two figures. `ratio`: the same training step alone and recorded, in interleaved pairs whose order alternates, so that
-drift of the machine hits both; median of the paired ratios with a 95 % interval (order statistics of the median).
-On CUDA the plain loop does not wait for the device, so the recorder's one synchronisation per step is in the ratio.
+Three figures.
+`ratio`: the same training step alone and recorded, in interleaved pairs whose order alternates, so that drift of the
+machine hits both; median of the paired ratios with a 95 % interval (order statistics of the median). `ratio_reading`
+is the same for a loop that reads its loss after every step (`loss.item()`), as most do: there the device runs dry once
+a step, alone and recorded.
 `own_ns`: the time inside the recorder's calls during real steps, when its code is cold in the caches: several times
-that of an empty loop, and not hidden by the noise of the step.
-On CPU both are CPU time of one thread, which other processes disturb least; on CUDA they are wall time.
+that of an empty loop, and not hidden by the noise of the step. On CUDA this is host time, which costs the step only
+where the host is what it waits for.
+`components`: medians of the single parts, each called once after a real step, cold as well.
+On CPU all are CPU time of one thread, which other processes disturb least; on CUDA wall time.
 """
 
 from __future__ import annotations
@@ -27,6 +31,13 @@ from torch import nn
 
 from harness.config import Window
 from harness.record import Recorder
+from harness.record.files import RankFiles
+from harness.record.memory import CudaAllocator, MemorySource, NoAllocator, ProcessMemory
+from harness.record.nvml import DeviceMemory
+from harness.record.step import Phase, Step
+from harness.record.throughput import Peak, Throughput
+from harness.record.timing import CudaClock, HostClock, StepClock
+from harness.recording import StepRow
 
 OFF = Recorder.Config(trace=Window(), memory=Window())
 PHASES = ("forward", "backward", "optimizer")
@@ -67,8 +78,8 @@ class TrainingStep:
         if recorder:
             recorder.log(loss=self.loss)
 
-    def timed(self, steps: int, recorder: Recorder | None = None) -> int:
-        """Nanoseconds for `steps` steps, the device idle before and after."""
+    def timed(self, steps: int, recorder: Recorder | None = None, *, reading: bool = False) -> int:
+        """Nanoseconds for `steps` steps, the device idle before and after; `reading` the loss of each."""
         self.synchronise()
         started = self.clock_ns()
         for _ in range(steps):
@@ -77,6 +88,8 @@ class TrainingStep:
                     self.run(recorder)
             else:
                 self.run()
+            if reading:
+                self.loss.item()
         self.synchronise()
         return self.clock_ns() - started
 
@@ -104,17 +117,64 @@ class TrainingStep:
             torch.cuda.synchronize(self.device)
 
 
-def interleaved(step: TrainingStep, recorder: Recorder, pairs: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def interleaved(
+    step: TrainingStep, recorder: Recorder, pairs: int, steps: int, *, reading: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Nanoseconds per step of (plain, recorded) for each pair."""
     plain, recorded = np.empty(pairs), np.empty(pairs)
     arms: list[tuple[np.ndarray, Callable[[], int]]] = [
-        (plain, lambda: step.timed(steps)),
-        (recorded, lambda: step.timed(steps, recorder)),
+        (plain, lambda: step.timed(steps, reading=reading)),
+        (recorded, lambda: step.timed(steps, recorder, reading=reading)),
     ]
     for pair in range(pairs):
         for times, measure in arms if pair % 2 == 0 else reversed(arms):
             times[pair] = measure() / steps
     return plain, recorded
+
+
+def components(step: TrainingStep, folder: Path, repeats: int) -> dict[str, int]:
+    """Median nanoseconds of each part of the recorder, called once after each of `repeats` steps."""
+    device = step.device
+    cuda = device.type == "cuda"
+    memory: MemorySource = CudaAllocator(device) if cuda else NoAllocator()
+    clock: StepClock = CudaClock(device) if cuda else HostClock()
+    process, nvml, files = ProcessMemory(), DeviceMemory(device), RankFiles(folder, 0, leads=True)
+    throughput = Throughput(peak=Peak(tflops=1.0, source="benchmark"), flops_per_token=1, devices_per_token=1)
+    rows: list[StepRow] = []
+
+    def build_row() -> None:
+        ended = Step(0, [], clock, tokens=1, phases={name: Phase() for name in PHASES}, memory_source=memory.name)
+        ended.take(reading)
+        rows[:] = [ended.row(throughput)]
+
+    parts: dict[str, Callable[[], object]] = {
+        "memory_read": memory.read,
+        "memory_reset": memory.reset,
+        "clock_start": clock.start,
+        "clock_stop": lambda: clock.stop({"loss": step.loss.detach()}),
+        "clock_is_done": clock.is_done,
+        "rss_reset": process.start,
+        "rss_read": process.read,
+        "gc_stats": gc.get_stats,
+        "nvml_take": nvml.take,
+        "row_build": build_row,
+        "row_write": lambda: files.append_step(rows[0]),
+    }
+    if cuda:
+        parts["nvml_sample (not in the step)"] = nvml.sample
+    times = {name: np.empty(repeats) for name in parts}
+    for repeat in range(repeats):
+        step.run()
+        reading = memory.read()
+        for name, part in parts.items():
+            if name == "row_build":
+                step.synchronise()  # its figures are there then
+            started = step.clock_ns()
+            part()
+            times[name][repeat] = step.clock_ns() - started
+    process.close()
+    nvml.close()
+    return {name: round(float(np.median(values))) for name, values in times.items()}
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:
@@ -137,21 +197,29 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     step = TrainingStep(device, arguments.target_ms)
-    with tempfile.TemporaryDirectory() as folder, Recorder(Path(folder) / "run", config=OFF, device=device) as recorder:
-        interleaved(step, recorder, 3, arguments.steps)  # warm-up
-        gc.collect()
-        plain, recorded = interleaved(step, recorder, arguments.pairs, arguments.steps)
-        own = np.array([step.inside_recorder(recorder) for _ in range(arguments.pairs)])
+    with tempfile.TemporaryDirectory() as folder:
+        with Recorder(Path(folder) / "run", config=OFF, device=device) as recorder:
+            interleaved(step, recorder, 3, arguments.steps, reading=False)  # warm-up
+            gc.collect()
+            plain, recorded = interleaved(step, recorder, arguments.pairs, arguments.steps, reading=False)
+            reading = interleaved(step, recorder, arguments.pairs, arguments.steps, reading=True)
+            own = np.array([step.inside_recorder(recorder) for _ in range(arguments.pairs)])
+        parts = components(step, Path(folder) / "parts", arguments.pairs)
 
     low, ratio, high = median_interval(recorded / plain)
+    low_reading, ratio_reading, high_reading = median_interval(reading[1] / reading[0])
     step_ns = float(np.median(plain))
     result = {
         "ratio": ratio,
         "ratio_ci95": [low, high],
+        "ratio_reading": ratio_reading,
+        "ratio_reading_ci95": [low_reading, high_reading],
         "plain_step_ns": round(step_ns),
+        "plain_step_reading_ns": round(float(np.median(reading[0]))),
         "own_ns": round(float(np.median(own))),
         "own_p95_ns": round(float(np.percentile(own, 95))),
         "own_pct_of_step": 100 * float(np.median(own)) / step_ns,
+        "components_ns": parts,
         "pairs": arguments.pairs,
         "steps_per_arm": arguments.steps,
         "clock": "wall" if device.type == "cuda" else "CPU time of one thread",
@@ -165,11 +233,17 @@ def main() -> None:
         return
     print(f"torch {result['torch']}, CUDA {result['cuda']}, {result['device']}, Python {result['python']}")
     print(f"step {step_ns / 1e6:.1f} ms; recorded/plain {ratio:.4f} (95 % {low:.4f} to {high:.4f}, {len(plain)} pairs)")
+    print(
+        f"reading the loss each step: {result['plain_step_reading_ns'] / 1e6:.1f} ms; recorded/plain "
+        f"{ratio_reading:.4f} (95 % {low_reading:.4f} to {high_reading:.4f})"
+    )
     own_us, own_p95_us = np.median(own) / 1e3, np.percentile(own, 95) / 1e3
     share = result["own_pct_of_step"]
     print(
         f"inside the recorder {own_us:.0f} µs a step (95th percentile {own_p95_us:.0f} µs) = {share:.2f} % of the step"
     )
+    for name, nanoseconds in parts.items():
+        print(f"  {name:30}{nanoseconds / 1e3:9.1f} µs")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,56 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 LAUNCHED_VARIABLE = "MESHSCOPE_LAUNCHED"
 
 
+class PhaseRow(msgspec.Struct, frozen=True):
+    """All passages of one name within a step: host nanoseconds, their number, and the peaks within (bytes)."""
+
+    wall_ns: int
+    count: int
+    peak_allocated_bytes: int | None
+    peak_active_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_requested_bytes: int | None
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of steps/rank{r}.jsonl; docs/recording.md says what each field means and when it is null.
+
+    Written as a Struct, which is encoded without a dictionary on the way; read as a plain object, since a recording
+    may come from another version.
+    """
+
+    step: int
+    started_unix_ns: int
+    wall_ns: int | None
+    wall_source: str
+    tokens: int | None
+    tokens_per_s: float | None
+    tflops_per_s: float | None
+    mfu_pct: float | None
+    mfu_peak_source: str | None
+    loss: float | None
+    grad_norm: float | None
+    scalars: dict[str, float | None] | msgspec.UnsetType = msgspec.UNSET
+    memory_source: str
+    allocated_bytes: int | None
+    active_bytes: int | None
+    reserved_bytes: int | None
+    requested_bytes: int | None
+    peak_allocated_bytes: int | None
+    peak_active_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_requested_bytes: int | None
+    alloc_retries: int | None
+    ooms: int | None
+    phases: dict[str, PhaseRow]
+    nvml_process_bytes: int | None
+    nvml_device_bytes: int | None
+    rss_bytes: int | None
+    peak_rss_bytes: int | None
+    tags: list[str]
+    peak_composition: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+
+
 def manifest_path(directory: Path) -> Path:
     return directory / "manifest.json"
 

@@ -49,7 +49,7 @@ class RankFiles:
             recording.merge_manifest(self._directory, {"run_id": uuid.uuid4().hex, **planned, **new})
             self._settle()
 
-    def append_step(self, row: Mapping[str, Any]) -> None:
+    def append_step(self, row: recording.StepRow) -> None:
         """One line, in the file when this returns."""
         os.write(self._rows, self._encode(row) + b"\n")
 

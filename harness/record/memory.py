@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -107,8 +106,6 @@ class ProcessMemory:
     exec, its parent's with vfork (linux/fs/exec.c:exec_mmap), and no reset reaches that.
     """
 
-    _FIELDS = re.compile(rb"VmHWM:\s+(\d+) kB\nVmRSS:\s+(\d+) kB")
-
     def __init__(self) -> None:
         self.peak_reason: str | None = None
         self._status = self._clear_refs = -1  # kept open: each open would cost as much as the reading
@@ -126,11 +123,14 @@ class ProcessMemory:
 
     def read(self) -> tuple[int | None, int | None]:
         """(resident bytes now, their peak since `start`)."""
-        found = self._FIELDS.search(os.pread(self._status, 4096, 0)) if self._status >= 0 else None
-        if found is None:
+        if self._status < 0:
             return None, None
-        peak, resident = (1024 * int(kilobytes) for kilobytes in found.groups())
-        return resident, None if self.peak_reason else peak
+        # VmHWM:<tab> <number> kB, and VmRSS on the next line
+        _, found, rest = os.pread(self._status, 4096, 0).partition(b"VmHWM:")
+        if not found:
+            return None, None
+        words = rest[:80].split(maxsplit=4)
+        return 1024 * int(words[3]), None if self.peak_reason else 1024 * int(words[0])
 
     def close(self) -> None:
         """The last call: neither `start` nor `read` work any more."""

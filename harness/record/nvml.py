@@ -47,6 +47,8 @@ class DeviceMemory:
 
     def take(self) -> Sample:
         """The highest figures sampled since the last call; unknown if there was no sample between."""
+        if not self._samples:
+            return None, None
         samples = [self._samples.popleft() for _ in range(len(self._samples))]
         mine = [sample[0] for sample in samples if sample[0] is not None]
         device = [sample[1] for sample in samples if sample[1] is not None]

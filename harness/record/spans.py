@@ -42,25 +42,30 @@ class PhaseSpan:
         if step is None:
             return
         step.take(windows.memory.read())
-        self._phase = step.phases.setdefault(self._name, Phase())
+        phase = step.phases.get(self._name)
+        if phase is None:
+            phase = step.phases[self._name] = Phase()
+        self._phase = phase
         self._range = record_function(self._name) if windows.annotating else None
         if self._range is not None:
             self._range.__enter__()
         step.open_phases.append(self._name)
-        self._relabel()
+        if windows.labelling:
+            self._relabel()
         self._started_ns = time.perf_counter_ns()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        step = self._step
+        step, windows = self._step, self._windows
         if step is None:
             return
         self._phase.wall_ns += time.perf_counter_ns() - self._started_ns
         self._phase.count += 1
         if error is not None and step.failed_phase is None:
             step.failed_phase = self._name
-        step.take(self._windows.memory.read())
+        step.take(windows.memory.read())
         step.open_phases.pop()
-        self._relabel()
+        if windows.labelling:
+            self._relabel()
         if self._range is not None:
             self._range.__exit__(None, None, None)
 

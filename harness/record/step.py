@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import UNSET
 
 from harness.errors import UsageError
 from harness.record.memory import MEASURES, NOTHING_KNOWN, UNKNOWN, Bytes, Reading, larger
 from harness.record.throughput import Throughput
 from harness.record.timing import Scalar, StepClock
 from harness.record.wrappers import is_wrapper
+from harness.recording import PhaseRow, StepRow
 
 _CURRENT_FIELDS = tuple(f"{measure}_bytes" for measure in MEASURES)
 _PEAK_FIELDS = tuple(f"peak_{measure}_bytes" for measure in MEASURES)
@@ -28,9 +30,6 @@ class Phase:
     wall_ns: int = 0
     count: int = 0
     peak: Bytes = UNKNOWN
-
-    def row(self) -> dict[str, Any]:
-        return {"wall_ns": self.wall_ns, "count": self.count, **peak_fields(self.peak)}
 
 
 @dataclass(slots=True)
@@ -81,53 +80,59 @@ class Step:
         self.clock.stop(self.values)
         self.values = {}  # tensors must not live longer than the step
 
-    def row(self, throughput: Throughput, *, finished: bool = True) -> dict[str, Any]:
+    def row(self, throughput: Throughput, *, finished: bool = True) -> StepRow:
         """The step's row; without `finished`, the device never said that it was done, and what only it knows is
         None."""
         wall_ns = self.clock.wall_ns() if finished else None
+        numbers = self._finite(self.clock.numbers()) if finished else {}
         if not finished:
             self.tags.append(UNFINISHED)
-        row = {
-            "step": self.number,
-            "started_unix_ns": self.started_unix_ns,
-            "wall_ns": wall_ns,
-            "wall_source": self.clock.source,
-            "tokens": self.tokens,
+        last, peak = self.last, self.peak
+        return StepRow(
+            step=self.number,
+            started_unix_ns=self.started_unix_ns,
+            wall_ns=wall_ns,
+            wall_source=self.clock.source,
+            tokens=self.tokens,
             **throughput.of_step(self.tokens, wall_ns),
-            **self._number_fields(self.clock.numbers() if finished else {}),
-            "memory_source": self.memory_source,
-            **self.memory_fields(),
-            "phases": {name: phase.row() for name, phase in self.phases.items()},
-            "nvml_process_bytes": self.nvml_process_bytes,
-            "nvml_device_bytes": self.nvml_device_bytes,
-            "rss_bytes": self.rss_bytes,
-            "peak_rss_bytes": self.peak_rss_bytes,
-            "tags": self.tags,
-        }
-        if self.peak_composition is not None:
-            row["peak_composition"] = self.peak_composition
-        return row
+            loss=numbers.pop("loss", None),
+            grad_norm=numbers.pop("grad_norm", None),
+            scalars=numbers or UNSET,
+            memory_source=self.memory_source,
+            allocated_bytes=last.current[0],
+            active_bytes=last.current[1],
+            reserved_bytes=last.current[2],
+            requested_bytes=last.current[3],
+            peak_allocated_bytes=peak[0],
+            peak_active_bytes=peak[1],
+            peak_reserved_bytes=peak[2],
+            peak_requested_bytes=peak[3],
+            alloc_retries=last.alloc_retries,
+            ooms=last.ooms,
+            phases={name: PhaseRow(phase.wall_ns, phase.count, *phase.peak) for name, phase in self.phases.items()},
+            nvml_process_bytes=self.nvml_process_bytes,
+            nvml_device_bytes=self.nvml_device_bytes,
+            rss_bytes=self.rss_bytes,
+            peak_rss_bytes=self.peak_rss_bytes,
+            tags=self.tags,
+            peak_composition=UNSET if self.peak_composition is None else self.peak_composition,
+        )
 
     def memory_fields(self) -> dict[str, Any]:
+        """Those of a step that failed and has no row."""
         return {
             **dict(zip(_CURRENT_FIELDS, self.last.current, strict=True)),
-            **peak_fields(self.peak),
+            **dict(zip(_PEAK_FIELDS, self.peak, strict=True)),
             "alloc_retries": self.last.alloc_retries,
             "ooms": self.last.ooms,
         }
 
-    def _number_fields(self, logged: Mapping[str, float]) -> dict[str, Any]:
-        """loss, grad_norm (None if not logged) and, if there are others, `scalars`. JSON has no NaN and no infinity:
-        those become None and a tag `non_finite_<name>`."""
-        numbers: dict[str, float | None] = {"loss": None, "grad_norm": None}
+    def _finite(self, logged: Mapping[str, float]) -> dict[str, float | None]:
+        """JSON has no NaN and no infinity: those become None and a tag `non_finite_<name>`."""
+        numbers: dict[str, float | None] = {}
         for name, number in logged.items():
             finite = math.isfinite(number)
             numbers[name] = number if finite else None
             if not finite:
                 self.tags.append(f"non_finite_{name}")
-        fields: dict[str, Any] = {"loss": numbers.pop("loss"), "grad_norm": numbers.pop("grad_norm")}
-        return {**fields, "scalars": numbers} if numbers else fields
-
-
-def peak_fields(peak: Bytes) -> dict[str, int | None]:
-    return dict(zip(_PEAK_FIELDS, peak, strict=True))
+        return numbers

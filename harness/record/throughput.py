@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -52,6 +53,15 @@ def datasheet_peak(name: str) -> Peak:
     return Peak()
 
 
+class Figures(TypedDict):
+    """None where unknown."""
+
+    tokens_per_s: float | None
+    tflops_per_s: float | None
+    mfu_pct: float | None
+    mfu_peak_source: str | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
     """Figures of one device: the work of a rank's data is shared by `devices_per_token` devices.
@@ -64,7 +74,7 @@ class Throughput:
     flops_per_token: int | None
     devices_per_token: int
 
-    def of_step(self, tokens: int | None, wall_ns: int | None) -> dict[str, float | str | None]:
+    def of_step(self, tokens: int | None, wall_ns: int | None) -> Figures:
         per_second = None if tokens is None or not wall_ns else tokens / (wall_ns / 1e9) / self.devices_per_token
         known = per_second is not None and self.flops_per_token is not None
         tflops = per_second * self.flops_per_token / 1e12 if known else None  # type: ignore[operator]

@@ -44,19 +44,19 @@ class Windows:
         self._tracker: StorageTracker | None = None
         self.memory: MemorySource = self._allocator
         """The source of memory figures now; it changes only between steps."""
+        self.annotating = False
+        """Whether ranges opened now end up in a file."""
+        self.labelling = False
+        """Whether labels are kept now."""
         self._comm_ranges = None if cuda else CommRanges()
         self._after_export = False
         self._step = ExitStack()
 
-    @property
-    def annotating(self) -> bool:
-        """Whether ranges opened now end up in a file."""
-        return self._trace.active or (self._history is not None and self._history.active)
-
-    @property
-    def labelling(self) -> bool:
-        """Whether labels are kept now."""
-        return self._tracker is not None or (self._history is not None and self._history.active)
+    def _refresh(self) -> None:
+        """After a window opened or closed."""
+        remembering = self._history is not None and self._history.active
+        self.annotating = self._trace.active or remembering
+        self.labelling = self._tracker is not None or remembering
 
     def enter(self, step: int) -> list[str]:
         """Opens what `step` needs; returns the tags for its row. `leave_step` closes what lasts one step."""
@@ -67,6 +67,7 @@ class Windows:
             self._tracker = self._tracker or StorageTracker()
             self._tracker.adopt_existing(self._watched)
             self.memory = self._tracker
+        self._refresh()
 
         if self.annotating:
             self._step.enter_context(record_function(f"ProfilerStep#{step}"))
@@ -100,6 +101,7 @@ class Windows:
         snapshot = self._history.after_step(completed_steps) if self._history is not None else None
         if self._tracker is not None and completed_steps not in self._memory_window:
             self._stop_tracking()
+        self._refresh()
         self._after_export = trace is not None or snapshot is not None
 
     def finish(self, completed_steps: int, *, failed: bool = False, out_of_memory: bool = False) -> None:
@@ -112,6 +114,7 @@ class Windows:
                     self._history.finish(completed_steps, at_exit=failed, without_history=out_of_memory)
             finally:
                 self._stop_tracking()
+                self._refresh()
 
     def label(self, category: str | None, phase: str | None, step: int | None) -> None:
         """Says what is allocated from now on."""

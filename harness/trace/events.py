@@ -25,6 +25,7 @@ MISSING = np.iinfo(np.int64).min
 EXACT_FLOAT_US = 2.0**43
 # Far beyond any clock's time in µs; sums and differences of three such times still fit int64 nanoseconds.
 MAX_US = 2.0**51
+LARGEST_RANK = 10**7 - 1  # as a file's name may say it
 
 Time = int | float | str | None
 Word = int | float | str | None
@@ -285,9 +286,15 @@ class _Reader:
         launches = Launches(*self.launches.finish())
         known = (launches.start != MISSING) & (launches.correlation != MISSING)
         notes = [f"{count} times: {what}" for what, count in stream.repaired.items() if count]
+        stated = distributed.get("rank")
+        rank = to_number(stated)
+        if rank is not None and not 0 <= rank <= LARGEST_RANK:
+            rank = None
+        if rank is None and stated is not None:
+            notes.append(f"distributedInfo says rank {str(stated)[:40]}, which is none: not used")
         return Trace(
             path=path,
-            rank=to_number(distributed.get("rank")),
+            rank=rank,
             world_size=to_number(distributed.get("world_size")),
             base_ns=base if type(base) is int else 0,
             distributed=distributed,

@@ -243,3 +243,16 @@ def test_overlap_needs_no_torch(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["ranks"][0]["window"]["overlap_ns"] == 5_000
+
+
+@pytest.mark.parametrize("rank", [-1, 10**7, 2**63, 10**30, "first", 3.5, True, [1]])
+def test_a_rank_that_is_none_is_said_and_the_name_counts(tmp_path: Path, rank: Any) -> None:
+    path = write(tmp_path / "rank7_trace.json", [kernel("k", 0, 1)], rank=rank)
+    entry = analyse(find_sources(path))["ranks"][0]
+    assert entry["rank"] == 7
+    assert f"distributedInfo says rank {rank}, which is none: not used" in entry["notes"]
+
+
+def test_a_rank_written_as_text_is_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", [kernel("k", 0, 1)], rank="3")  # type: ignore[arg-type]
+    assert read_trace(path).rank == 3

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,15 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert read.manifest["steps_completed"] == 4
     assert read.ranks[0]["end_state"] == "complete"
     assert read.ranks[0]["environment_after"] == read.ranks[0]["environment_before"]
+
+
+def test_every_field_is_documented(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no gradient"):
+        train(tmp_path, 2, fail_at=1)
+    read = read_recording(tmp_path)
+    written = read.manifest.keys() | read.ranks[0].keys() | set(recording.StepRow.__struct_fields__)
+    text = (Path(recording.__file__).parents[1] / "docs" / "recording.md").read_text()
+    assert written - set(re.findall(r"`(\w+)`", text)) == set()
 
 
 def test_mfu_against_a_configured_peak(tmp_path: Path) -> None:

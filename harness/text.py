@@ -38,9 +38,12 @@ def table(
 
 
 def size(value: int | None) -> str:
-    """Bytes as GiB with four decimals, as MiB below a tenth of a GiB, n/a where unknown."""
+    """Bytes as GiB with four decimals, as MiB below a tenth of a GiB, as they are below a tenth of a MiB, n/a where
+    unknown."""
     if value is None:
         return "n/a"
+    if 0 < abs(value) < MIB // 10:
+        return f"{value:,} B"
     return f"{value / GIB:.4f} GiB" if abs(value) >= GIB // 10 else f"{value / MIB:.3f} MiB"
 
 

@@ -242,7 +242,8 @@ def test_rows_that_state_nothing(tmp_path, recwarn):
     assert not recwarn.list
 
 
-def test_unknown_figures_are_not_zero():
+def test_unknown_and_small_figures_are_not_zero():
+    assert ">16 B</td>" in figure_cell("bytes", 16)
     assert (
         Html(figure_cell("peak_allocated_bytes", None)) == '<td class="n" data-figure="peak_allocated_bytes">n/a</td>'
     )

@@ -8,19 +8,20 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from harness.checkpoints import find_checkpoint
 from harness.config import Trainer, to_json
 from harness.doctor import LATER_MODES, choose_mode
-from harness.errors import EXIT_FAILED, EXIT_OK, UsageError
+from harness.errors import EXIT_FAILED, EXIT_OK, InputError, UsageError
 from harness.launch import TIMEOUT_S, OnStep, launch
 from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import Mode
 from harness.report import build
 from harness.report.text import render
+from harness.text import one_line
 from harness.validation import validate_inputs
 
 TAKES_OVERRIDES = True
@@ -76,8 +77,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _say(f"what was recorded is in {directory}")
         raise
+    except OSError as error:
+        raise InputError(error.filename or directory, f"{error.strerror}: the run has ended") from None
     if status.state != "complete":
-        _say(f"meshscope run: error: {status.reason} (recorded so far, and logs: {directory})")
+        _say(f"meshscope run: error: {one_line(str(status.reason))} (recorded so far, and logs: {directory})")
         return EXIT_FAILED
     print(render(build(directory)))
     return EXIT_OK
@@ -178,4 +181,6 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Progress and errors; a run goes on when nobody reads them any more."""
+    with suppress(BrokenPipeError):
+        print(text, file=sys.stderr, flush=True)

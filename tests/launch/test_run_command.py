@@ -80,3 +80,15 @@ def test_interrupted_run_keeps_its_steps(tmp_path):
     assert recording.status.reason == "interrupted by SIGINT"
     assert recording.missing_ranks == []
     assert all(document["exception"] == "terminated by SIGTERM" for document in recording.ranks.values())
+
+
+def test_run_whose_progress_nobody_reads_any_more_goes_on(tmp_path):
+    command = [*RUN, "single", "--training.steps", "3", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(timeout=PATIENCE_S) == 0
+    recording = read_recording(tmp_path / "out")
+    assert recording.status is not None
+    assert recording.status.state == "complete"
+    assert len(recording.steps[0]) == 3

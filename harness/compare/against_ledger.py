@@ -17,9 +17,15 @@ TARGET_OF_SOURCE: dict[str, Target] = {"cuda_allocator": "cuda", "tensor_storage
 """Where a recording's peaks come from -> the operator table that describes it."""
 
 DECIDES_MEMORY = {
-    "model": ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"),
+    "model": ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "tied_embeddings"),
     "parallelism": ("dp_replicate", "cp", "tp", "pp", "sequence_parallel", "reshard_after_forward"),
-    "training": ("micro_batch_size", "seq_len", "mixed_precision_param", "mixed_precision_reduce"),
+    "training": (
+        "micro_batch_size",
+        "accumulation_steps",
+        "seq_len",
+        "mixed_precision_param",
+        "mixed_precision_reduce",
+    ),
     "optimizer": ("implementation",),
 }
 

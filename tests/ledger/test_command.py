@@ -88,6 +88,7 @@ def test_against_without_any_peak(tmp_path: Path) -> None:
         run("--against", str(tmp_path / "absent"))
 
 
-def test_against_another_configuration(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"training\.seq_len 512, here 128"):
-        run("--against", str(record(tmp_path, {0: [1, 1000]}, seq_len=512)))
+@pytest.mark.parametrize(("field", "value", "here"), [("seq_len", 512, 128), ("accumulation_steps", 4, 1)])
+def test_against_another_configuration(tmp_path: Path, field: str, value: int, here: int) -> None:
+    with pytest.raises(UsageError, match=rf"training\.{field} {value}, here {here}"):
+        run("--against", str(record(tmp_path, {0: [1, 1000]}, **{field: value})))

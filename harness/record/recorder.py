@@ -258,7 +258,6 @@ class Recorder(harness_config.Recorder):
         number = self.completed_steps
         step = self._step = Step(number, list(tags), self._clocks[number % 2], tokens=self._tokens_per_step)
         try:
-            self._rows.poll()
             if not self._has_begun:
                 self._has_begun = True
                 step.tags.append("warmup")

@@ -13,8 +13,8 @@ WAIT_AFTER_FAILURE_S = 5.0
 
 
 class Rows:
-    """At most one row waits, that of the last step: a device that is later than that is waited for in `add`, when
-    it has a whole step to do and does not run dry."""
+    """At most one row waits, that of the last step, and it is written in `add`: there the device has the work of
+    another step before it, so neither waiting for the last one nor writing lets it run dry."""
 
     def __init__(self, files: RankFiles, throughput: Throughput) -> None:
         self._files = files
@@ -25,11 +25,7 @@ class Rows:
         """A step that has ended on the host. Raises what the device reports (RuntimeError) and OSError."""
         self.finish()
         self._last = step
-        self.poll()
-
-    def poll(self) -> None:
-        """Writes the row that waits, if the device is done; raises as `add`."""
-        if self._last is not None and self._last.clock.is_done():
+        if step.clock.is_done():
             self._write(finished=True)
 
     def finish(self) -> None:

@@ -106,7 +106,7 @@ class CudaClock:
             return value
         buffer = self._buffers.get(name)
         if buffer is None or buffer.dtype is not value.dtype or buffer.shape != value.shape:
-            buffer = self._buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            buffer = self._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
         return buffer.copy_(value, non_blocking=True)
 
     def is_done(self) -> bool:

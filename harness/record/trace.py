@@ -73,12 +73,12 @@ class TraceWindow:
         was_active, self.active = self.active, False
         if profiler is None:
             return None
-        if not was_active:  # prepared only: the profiler can be left no other way
-            with _one_cycle():
+        with _one_cycle():
+            if not was_active:  # prepared only: the profiler can be left no other way
                 profiler.start_trace()
             profiler.stop_trace()
+        if not was_active:
             return None
-        profiler.stop_trace()
         path = trace_path(self._directory, completed_steps, self._rank)
         with atomic_path(path) as temporary, tempfile.NamedTemporaryFile(suffix=".json") as plain:
             profiler.export_chrome_trace(plain.name)

@@ -64,14 +64,20 @@ def written(directory: Path) -> list[int]:
 def test_a_row_waits_for_the_device(tmp_path: Path, rows: Rows) -> None:
     step, clock = ended_step(0)
     rows.add(step)
-    rows.poll()
     assert written(tmp_path) == []
     clock.ended.set()
-    rows.poll()
-    rows.poll()
+    rows.add(ended_step(1)[0])
     (row,) = read_recording(tmp_path).steps[0]
     assert (row["wall_ns"], row["wall_source"], row["loss"]) == (7_000_000_000, "late", 0.5)
     assert row["tokens_per_s"] == 10.0
+
+
+def test_a_device_that_is_done_is_not_waited_for(tmp_path: Path, rows: Rows) -> None:
+    for number in range(2):
+        step, clock = ended_step(number)
+        clock.ended.set()
+        rows.add(step)
+        assert written(tmp_path) == list(range(number + 1))
 
 
 def test_the_next_step_waits_for_a_row_that_is_a_whole_step_late(tmp_path: Path, rows: Rows) -> None:

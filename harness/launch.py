@@ -29,6 +29,7 @@ import msgspec
 import harness
 from harness import recording
 from harness.config import Trainer, to_dict, to_json
+from harness.masking import masked_arguments
 from harness.recording import Status
 from harness.validation import validate_inputs
 from harness.worker import EXIT_TERMINATED, LAUNCH_ID_VARIABLE, STACKS_SIGNAL, die_with_parent
@@ -148,7 +149,7 @@ def _write_plan(
             "name": config.name,
             "world_size": config.world_size,
             "config": to_dict(config),
-            "argv": sys.argv,
+            "argv": masked_arguments(sys.argv),
             "launcher": {
                 "pid": os.getpid(),
                 "command": list(command),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from harness import __version__
+from harness.masking import masked, masked_arguments
 
 # The whole environment is never kept: it holds tokens.
 ENVIRONMENT_PREFIXES = (
@@ -37,9 +37,6 @@ ENVIRONMENT_PREFIXES = (
     "TORCH_",
 )
 ENVIRONMENT_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
-URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-MASK = "***"
 MAX_WARNINGS = 200
 
 
@@ -47,24 +44,10 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """The allow-listed part of the environment, secrets masked."""
     source = os.environ if variables is None else variables
     return {
-        name: MASK if SECRET.search(name) else URL_LOGIN.sub(MASK, value)
+        name: masked(name, value)
         for name, value in sorted(source.items())
         if name in ENVIRONMENT_NAMES or name.startswith(ENVIRONMENT_PREFIXES)
     }
-
-
-def masked_arguments(arguments: list[str]) -> list[str]:
-    """A command line with the values of options that name a secret masked (`--api-token x`, `--api-token=x`)."""
-    masked: list[str] = []
-    for position, word in enumerate(arguments):
-        option, separator, _ = word.partition("=")
-        before = arguments[position - 1] if position else ""
-        if word.startswith("-") and separator and SECRET.search(option):
-            word = f"{option}={MASK}"
-        elif before.startswith("-") and "=" not in before and SECRET.search(before) and not word.startswith("-"):
-            word = MASK
-        masked.append(URL_LOGIN.sub(MASK, word))
-    return masked
 
 
 def versions(driver: str | None) -> dict[str, Any]:

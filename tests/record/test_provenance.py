@@ -31,19 +31,6 @@ def test_environment_is_allow_listed_and_masked() -> None:
     }
 
 
-def test_command_line_is_masked() -> None:
-    arguments = ["train.py", "--api-token", "abc", "--hub-key=abc", "--steps", "3", "https://me:pw@host/x"]
-    assert provenance.masked_arguments(arguments) == [
-        "train.py",
-        "--api-token",
-        "***",
-        "--hub-key=***",
-        "--steps",
-        "3",
-        "https://***@host/x",
-    ]
-
-
 def test_git_state_clean_dirty_and_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = provenance.git_state(tmp_path)
     assert (absent["sha"], absent["dirty"]) == (None, None)

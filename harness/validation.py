@@ -56,7 +56,7 @@ def validate(config: Trainer.Config) -> None:
     if layout.dp_shard == -1:
         _require(
             config.world_size % others == 0,
-            f"world_size={config.world_size} is not divisible by {_degrees(layout)}: "
+            f"world_size={config.world_size} is not divisible by parallelism.{_degrees(layout)}: "
             f"use a multiple of {others} processes, or degrees that divide {config.world_size}",
         )
     else:

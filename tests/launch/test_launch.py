@@ -69,7 +69,8 @@ def driver(tmp_path, monkeypatch):
         process.wait()
 
 
-def test_complete_run_in_a_path_with_spaces(tmp_path):
+def test_complete_run_in_a_path_with_spaces(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["meshscope", "run", "--api-token", "abc"])
     directory, rows = tmp_path / "my first run", []
 
     status = run(directory, "completes", on_step=lambda rank, row: rows.append((rank, row["step"])))
@@ -81,6 +82,7 @@ def test_complete_run_in_a_path_with_spaces(tmp_path):
         assert f"out of rank {rank}\nerr of rank {rank}\n" in log(directory, rank)
     manifest = recording.read_json(recording.manifest_path(directory))
     assert (manifest["mode"], manifest["world_size"], manifest["config"]["name"]) == ("cpu", 2, "test")
+    assert manifest["argv"] == ["meshscope", "run", "--api-token", "***"]
     assert not (directory / "logs" / "torchrun").exists()
 
 

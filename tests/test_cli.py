@@ -11,6 +11,8 @@ import pytest
 from harness import cli
 from harness.errors import UsageError
 
+ROOT = Path(cli.__file__).parent.parent
+
 # Runs the command line with torch made unimportable: what passes needs none.
 WITHOUT_TORCH = """
 import sys
@@ -81,7 +83,8 @@ def test_print_config_is_the_resolved_tree(meshscope, tmp_path):
         (("--nproc", "200000", "--parallelism.dp_shard=-1"), ["world_size=200000 must be at most 131,072"]),
         (("--model.dim=",), ["model.dim: Expected `int`"]),
         (("--\x1b[31m\n",), ["unrecognized arguments: --?[31m"]),
-        (("--module", ""), ["no module ''"]),
+        (("--module=",), ["no module ''"]),
+        (("--out", ""), ["an argument is empty"]),
         (("--module", ".."), ["no module '..'"]),
         (("--module", "a" * 300), ["no module"]),
         (("--module", "b" * 300 + ".py"), ["there is no such file"]),
@@ -140,6 +143,66 @@ def test_users_file_is_found_from_the_working_directory(meshscope, users_file, m
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"]["n_layers"] == 9
+
+
+RUN_OF_4_LAYERS = """
+from harness.config import Trainer
+{}
+
+def mine() -> Trainer.Config:
+    config = Trainer.Config(name="mine")
+    config.model.n_layers = LAYERS
+    return config
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("folder", ["runs", "experiments"])
+def test_dotted_name_is_never_that_of_another_checkout(meshscope, tmp_path, folder):
+    """An editable install puts its checkout on the path, and with it every folder in it."""
+    checkout = tmp_path / "checkout"
+    write(checkout / folder / "mine.py", RUN_OF_4_LAYERS.format("LAYERS = 4"))
+    dotted = ("run", "--module", f"{folder}.mine", "--config", "mine", "--print-config")
+
+    refused = meshscope(*dotted, PYTHONPATH=f"{ROOT}{os.pathsep}{checkout}")
+    assert_refused(refused, 2, f"here: {folder}/mine.py", "another folder" if folder == "runs" else str(checkout))
+
+    write(tmp_path / folder / "mine.py", RUN_OF_4_LAYERS.format("LAYERS = 5"))
+    done = meshscope(*dotted, PYTHONPATH=f"{ROOT}{os.pathsep}{checkout}")
+    assert json.loads(done.stdout)["model"]["n_layers"] == 5
+
+
+def test_package_named_runs_is_not_the_folder(meshscope, tmp_path):
+    write(tmp_path / "site" / "runs" / "__init__.py", "")
+    write(tmp_path / "site" / "runs" / "mine.py", RUN_OF_4_LAYERS.format("LAYERS = 4"))
+    path = f"{ROOT}{os.pathsep}{tmp_path / 'site'}"
+    assert_refused(
+        meshscope("run", "--module", "runs.mine", "--config", "mine", PYTHONPATH=path), 2, "here: runs/mine.py"
+    )
+
+
+@pytest.mark.parametrize("where", ["installed", "."])
+def test_module_of_a_users_package_may_import_its_siblings(meshscope, tmp_path, where):
+    """Installed, or lying in the working directory."""
+    package = tmp_path / where / "my_pkg"
+    write(package / "__init__.py", "")
+    write(package / "sizes.py", "LAYERS = 4\n")
+    write(package / "runs.py", RUN_OF_4_LAYERS.format("from .sizes import LAYERS"))
+
+    path = f"{ROOT}{os.pathsep}{tmp_path / 'installed'}"
+    done = meshscope("run", "--module", "my_pkg.runs", "--config", "mine", "--print-config", PYTHONPATH=path)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["n_layers"] == 4
+    if where == ".":
+        write(package / "runs.py", "x = 1\nfrom .nowhere import y\n")
+        done = meshscope("run", "--module", "my_pkg.runs", "--config", "mine", PYTHONPATH=path)
+        assert_refused(done, 2, f"{package / 'runs.py'}:2: ModuleNotFoundError")
 
 
 def test_faults_of_a_users_file_are_one_line_with_the_place(meshscope, users_file):

@@ -1,8 +1,10 @@
 """Finding the function that a run is: `--module` names the module, `--config` the function in it. Free of torch.
 
 A module is a short name built in here (`debug`, `llama3`), a path to a .py file, or a dotted name: that of a file
-under the working directory (`runs.mine.small` is runs/mine/small.py; `runs/` is no package) or of an installed
-module. The function takes no argument and returns a `Trainer.Config`.
+under the working directory (`runs.mine.small` is runs/mine/small.py; `runs/` is no package), else that of an
+installed module. `runs.…`, and names in folders without `__init__.py` that an editable install happens to put on the
+path, mean files under the working directory and nothing else: never those of another checkout. The function takes no
+argument and returns a `Trainer.Config`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import site
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +26,8 @@ from harness.config import Trainer
 from harness.errors import MeshscopeError, UsageError
 
 BUILT_IN = ("debug", "llama3")
+FOLDER = "runs"
+"""Where a checkout keeps its own run functions; no package."""
 
 Recipe = Callable[[], Trainer.Config]
 
@@ -87,16 +92,36 @@ def _load_module(module: str) -> ModuleType:
         return _load_file(path)
     parts = module.split(".")
     local = Path(*parts[:-1], f"{parts[-1]}.py")
+    elsewhere = None
     if all(part.isidentifier() for part in parts):
         if _is_file(local):
-            return _load_file(local)
+            return _import_local(module, local) if _in_package(local) else _load_file(local)
         with _one_line(None, f"--module {module}"):
-            if _is_installed(module):
+            elsewhere = _reason_to_refuse(parts[0])
+            if elsewhere is None and _is_installed(module):
                 return importlib.import_module(module)
     raise UsageError(
-        f"no module {module!r}: built in are {', '.join(BUILT_IN)}; "
-        f"your own is a path to a .py file, or a dotted name of one under this folder (here: {local})"
+        f"no module {module!r}: built in are {', '.join(BUILT_IN)}; your own is a path to a .py file, "
+        f"or a dotted name of one under this folder (here: {local})" + (f"; {elsewhere}" if elsewhere else "")
     )
+
+
+def _reason_to_refuse(top: str) -> str | None:
+    """Why the top-level name `top`, not found under the working directory, is not imported; None if it may be.
+
+    A folder without `__init__.py` counts as installed only where packages are installed to: elsewhere it is one of a
+    checkout on the path.
+    """
+    if top == FOLDER:
+        return f"{FOLDER}.… is never taken from another folder"
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.has_location or spec.submodule_search_locations is None:
+        return None
+    installed = [Path(path).resolve() for path in (*site.getsitepackages(), site.getusersitepackages())]
+    found = [Path(path).resolve() for path in spec.submodule_search_locations]
+    if any(path.is_relative_to(root) for path in found for root in installed):
+        return None
+    return f"{found[0]} is on the path, but no package: name its file by its path"
 
 
 def _is_file(path: Path) -> bool:
@@ -111,6 +136,26 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a parent of the dotted name does not exist
         return False
+
+
+def _in_package(path: Path) -> bool:
+    """Whether every folder of the relative `path` is a package, and none of its name is imported already."""
+    folders = path.parents[:-1]
+    return (
+        bool(folders)
+        and path.parts[0] not in sys.modules
+        and all(_is_file(folder / "__init__.py") for folder in folders)
+    )
+
+
+def _import_local(module: str, path: Path) -> ModuleType:
+    """Imports `path` from the working directory, as part of its package: relative imports work."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        with _one_line(str(path.resolve()), f"--module {module}"):
+            return importlib.import_module(module)
+    finally:
+        del sys.path[0]
 
 
 def _load_file(path: Path) -> ModuleType:

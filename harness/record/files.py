@@ -35,7 +35,10 @@ class RankFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._rows = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
-            raise UsageError(f"{directory} already holds a recording of rank {rank}: choose another folder") from None
+            raise UsageError(
+                f"{directory} already holds a recording of rank {rank}, and none is overwritten: "
+                "give each run a new folder, the same for all its ranks, or delete this one"
+            ) from None
         except OSError as error:
             raise InputError(path, f"cannot be written: {error.strerror}") from None
 

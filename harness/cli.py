@@ -88,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = next((word for word in argv if word in COMMANDS), None)
     try:
+        if "" in argv:  # as a path it would mean the working directory
+            raise UsageError("an argument is empty: is a variable of the shell not set?")
         overrides: list[tuple[str, str]] = []
         if command and getattr(load_command(command), "TAKES_OVERRIDES", False):
             argv, overrides = split_overrides(argv)

@@ -15,18 +15,19 @@ from harness.limits import LARGEST_OF
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=999_999)]  # a snapshot's name has six digits for it
-Numbers = dict[str, float | None]
+Number = Annotated[float, msgspec.Meta(ge=-1e100, le=1e100)]  # beyond any loss, and sums of them stay finite
+Numbers = dict[str, Number | None]
 
 # Every field may be null, or absent; those not named here are anybody's own and stay as they are.
 ROW: dict[str, Any] = {
     "step": Count,
     "tokens": Count,
-    "tokens_per_s": float,
-    "tflops_per_s": float,
-    "mfu_pct": float,
+    "tokens_per_s": Number,
+    "tflops_per_s": Number,
+    "mfu_pct": Number,
     "mfu_peak_source": str,
-    "loss": float,
-    "grad_norm": float,
+    "loss": Number,
+    "grad_norm": Number,
     "scalars": Numbers,
     "memory_source": str,
     "alloc_retries": Count,

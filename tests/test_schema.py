@@ -41,6 +41,12 @@ def test_a_value_of_another_type_is_left_out_of_its_row_only():
     assert "loss is left out: expected `float`, got `str` (first at step 0)" in reasons(errors)
 
 
+def test_numbers_that_no_sum_can_hold_are_left_out():
+    kept, errors = checked_rows(ROWS, [{"step": 0, "mfu_pct": 1e308, "loss": 1e38, "scalars": {"lr": -1e200}}])
+    assert kept == [{"step": 0, "loss": 1e38}]
+    assert [reason.split(" ")[0] for reason in reasons(errors)] == ["mfu_pct", "scalars"]
+
+
 def test_the_same_fault_in_many_rows_is_one_error():
     kept, errors = checked_rows(ROWS, [{"step": step, "wall_ns": "x"} for step in range(4, 1004)])
     assert len(kept) == 1000

@@ -16,6 +16,7 @@ from harness.ledger.operators import Target
 from harness.ledger.text import report
 from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import Recording, read_recording
+from harness.text import one_line
 
 TAKES_OVERRIDES = True
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(report(prediction))
     for error in errors:
-        print(f"meshscope ledger: error: {error}", file=sys.stderr)
+        print(f"meshscope ledger: error: {one_line(str(error))}", file=sys.stderr)
     return EXIT_PARTIAL if errors else EXIT_OK
 
 

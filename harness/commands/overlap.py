@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.errors import InputError, UsageError
 from harness.sources import find_sources, report_errors
+from harness.text import printable
 from harness.trace import analyse_captures, read_captures
 
 RULES = {"launch": "launched in the step", "clip": "cut to the step's host window"}
@@ -146,8 +147,3 @@ def str_or(value: object, unknown: str) -> str:
 
 def shortened(text: str, limit: int = 24) -> str:
     return text if len(text) <= limit else text[: limit - 2] + ".."
-
-
-def printable(text: str) -> str:
-    """Without control characters, which a name in a trace may hold."""
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -34,7 +34,7 @@ def render(report: Report) -> str:
         _communication(report),
     ]
     sections += [_ledger(report), _snapshots(report)]
-    return "\n\n".join("\n".join(lines) for section in sections if (lines := list(section)))
+    return "\n\n".join("\n".join(map(printable, lines)) for section in sections if (lines := list(section)))
 
 
 def _head(report: Report) -> Iterator[str]:

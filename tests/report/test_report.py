@@ -146,3 +146,12 @@ def test_a_peak_of_nothing_is_no_peak(tmp_path, capsys):
     overrides += [f"--training.{name}={value}" for name, value in to_dict(CONFIG)["training"].items()]
     assert main(["ledger", *arguments, "--parallelism.tp=2", *overrides, "--against", str(tmp_path)]) == 3
     assert "states no allocated peak" in capsys.readouterr().err
+
+
+def test_nothing_that_a_recording_says_reaches_the_terminal_as_a_command(tmp_path, capsys):
+    write_recording(tmp_path, memory_source="\x1b[31mred\n", tags=["\x1b]0;title\x07"], phases={"\x1b[2J": {}})
+    recording.write_status(tmp_path, "failed", "because\x1b[31m\nof")
+    assert main(["report", str(tmp_path)]) in (0, 4)
+    said = capsys.readouterr().out
+    assert "red" in said
+    assert all(line.isprintable() for line in said.split("\n"))

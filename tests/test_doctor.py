@@ -41,6 +41,10 @@ def test_json_is_complete(tmp_path):
     assert report["schema_version"] == 1
     assert report["mode"] in ("cpu", "real")
     assert set(report["modes"]) == {"cpu", "real", "shared-gpu", "rehearsal"}
+    assert report["modes"]["cpu"] == {"available": True, "max_ranks": None, "reason": None}
+    assert report["modes"]["rehearsal"] == {"available": False, "max_ranks": None, "reason": "not in this version"}
+    for mode in report["modes"].values():
+        assert mode["available"] == (mode["reason"] is None)
     assert {check["group"] for check in report["checks"]} >= {"software", "torch", "GPUs", "host", "optional"}
     for check in report["checks"]:
         assert set(check) == {"group", "name", "state", "value", "fix"}
@@ -60,6 +64,7 @@ def test_text_has_a_section_for_each_group_and_the_variables(tmp_path):
         assert f"{heading}\n" in done.stdout
     assert "did you mean NCCL_MAX_CTAS?" in done.stdout
     assert "NCCL_MAX_CTA=4: unknown" in done.stdout
+    assert "holistictraceanalysis" not in done.stdout, "no command uses it"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,8 @@ def test_broken_torch_is_one_line(tmp_path, torch, reason):
     assert [(check["name"], check["state"]) for check in checks] == [("torch", "missing")]
     assert reason in checks[0]["value"]
     assert checks[0]["fix"].startswith("pip install")
-    assert (report["mode"], report["modes"]["cpu"], report["modes"]["real"]) == (None, 0, 0)
+    nothing = {"available": False, "max_ranks": None, "reason": "see the checks that are not ok"}
+    assert (report["mode"], report["modes"]["cpu"], report["modes"]["real"]) == (None, nothing, nothing)
 
 
 def program(folder: Path, text: str) -> Path:

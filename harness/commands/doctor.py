@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from harness.doctor import LATER_MODES, Report, examine
+from harness.doctor import Report, examine
 from harness.errors import EXIT_OK, EXIT_UNAVAILABLE
 from harness.variables import Variable
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Exits 0 if at least mode cpu can run here, else 5."""
     report = examine()
     print(json.dumps(report.to_json()) if args.json else "\n".join(_text(report)))
-    return EXIT_OK if report.modes["cpu"] != 0 else EXIT_UNAVAILABLE
+    return EXIT_OK if report.modes["cpu"].available else EXIT_UNAVAILABLE
 
 
 def _text(report: Report) -> Iterator[str]:
@@ -39,13 +39,9 @@ def _text(report: Report) -> Iterator[str]:
     for error in report.errors:
         yield f"unread    {error['file']}: {error['reason']}"
     yield "modes:"
-    for mode, ranks in report.modes.items():
-        if mode in LATER_MODES:
-            yield f"no        mode {mode:<10} not in this version"
-        elif ranks == 0:
-            yield f"no        mode {mode:<10} see what is missing above"
-        else:
-            yield f"yes       mode {mode:<10} " + ("any number of ranks" if ranks is None else f"1 to {ranks} ranks")
+    for name, mode in report.modes.items():
+        ranks = "any number of ranks" if mode.max_ranks is None else f"1 to {mode.max_ranks} ranks"
+        yield f"{'yes' if mode.available else 'no':<9} mode {name:<10} {ranks if mode.available else mode.reason}"
 
 
 def _variables(variables: list[Variable]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from harness import __version__
 from harness.doctor import gpu_checks
 from harness.doctor.facts import Facts, TorchFacts, gather
-from harness.doctor.findings import Check, Device, Report
+from harness.doctor.findings import Check, Device, ModeState, Report
 from harness.doctor.modes import INSTALL_TORCH, LATER_MODES, find_torch, memory_bytes
 from harness.nvml import visible_gpus
 from harness.variables import Library, Variable, configuration_files
@@ -28,6 +28,7 @@ SHARED_MEMORY_BYTES = 256 * 2**20
 REINSTALL_TORCH = (
     INSTALL_TORCH.replace("install", "install --force-reinstall") + " (python -c 'import torch' says more)"
 )
+UNAVAILABLE = ModeState(available=False, reason="see the checks that are not ok")
 CUDA_BUILD = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
 
 
@@ -43,9 +44,9 @@ def examine(environment: Mapping[str, str] = os.environ) -> Report:
     usable = gpu_checks.usable_devices(facts, environment)
     cpu = facts.torch.gloo and _recent(facts.torch)
     report.modes = {
-        "cpu": None if cpu else 0,
-        "real": usable if cpu and facts.torch.nccl else 0,
-        **dict.fromkeys(LATER_MODES, 0),
+        "cpu": ModeState(available=True) if cpu else UNAVAILABLE,
+        "real": ModeState(available=True, max_ranks=usable) if cpu and facts.torch.nccl and usable else UNAVAILABLE,
+        **dict.fromkeys(LATER_MODES, ModeState(available=False, reason="not in this version")),
     }
     report.checks = [
         *_software(),
@@ -76,7 +77,7 @@ def _software() -> list[Check]:
     if requirements is None:
         value = f"{__version__}, from a folder: its dependencies are not checked"
         return [python, Check(group="software", name="meshscope", state="ok", value=value)]
-    missing = [name for name, extra in requirements if extra is None and name != "torch" and not _installed(name)]
+    missing = [name for name in requirements if name != "torch" and not _installed(name)]
     if not missing:
         return [python, Check(group="software", name="meshscope", state="ok", value=__version__)]
     value = f"{__version__}, without {', '.join(missing)}"
@@ -84,19 +85,17 @@ def _software() -> list[Check]:
     return [python, Check(group="software", name="meshscope", state="missing", value=value, fix=fix)]
 
 
-def _requirements() -> list[tuple[str, str | None]] | None:
-    """(distribution, extra it belongs to or None) of the installed meshscope; None if it runs from a folder."""
+def _requirements() -> list[str] | None:
+    """The distributions that the installed meshscope cannot do without; None if it runs from a folder.
+
+    Not those of its extras: no command uses them.
+    """
     try:
         lines = importlib.metadata.requires("meshscope") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = []
-    for line in lines:
-        name = re.match(r"[\w.-]+", line)
-        extra = re.search(r"extra\s*==\s*['\"](\w+)", line)
-        if name:
-            found.append((name[0], extra[1] if extra else None))
-    return found
+    names = (re.match(r"[\w.-]+", line) for line in lines if not re.search(r"\bextra\s*==", line))
+    return [name[0] for name in names if name]
 
 
 def _installed(distribution: str) -> bool:
@@ -259,30 +258,13 @@ def _settings(variables: list[Variable], environment: Mapping[str, str]) -> list
 
 
 def _optional() -> list[Check]:
-    checks = []
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    checks.append(
+    return [
         Check(
             group="optional",
             name="C++ compiler",
             state="ok" if compiler else "optional",
-            value=compiler or "none: torch.compile needs one",
+            value=compiler or "none: a training loop that uses torch.compile needs one",
             fix=None if compiler else "apt-get install g++",
         )
-    )
-    extras: dict[str, list[str]] = {}
-    for name, extra in _requirements() or ():
-        if extra:
-            extras.setdefault(extra, []).append(name)
-    for extra, names in extras.items():
-        missing = [name for name in names if not _installed(name)]
-        checks.append(
-            Check(
-                group="optional",
-                name=f"extra {extra}",
-                state="optional" if missing else "ok",
-                value=f"without {', '.join(missing)}" if missing else "installed",
-                fix=f"pip install 'meshscope[{extra}]'" if missing else None,
-            )
-        )
-    return checks
+    ]

@@ -38,20 +38,30 @@ class Device:
         return {"cuda_devices": self.cuda_devices, **msgspec.to_builtins(self.gpu)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModeState:
+    """Whether runs of a mode can start here.
+
+    `max_ranks` is None if nothing but memory limits their number, or if none can start; `reason` says why none can.
+    """
+
+    available: bool
+    max_ranks: int | None = None
+    reason: str | None = None
+
+
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """`modes` maps a mode to the greatest number of ranks, 0 if it cannot run, None if only memory limits it."""
-
     checks: list[Check] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
-    modes: dict[str, int | None] = field(default_factory=dict)
+    modes: dict[str, ModeState] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def mode(self) -> str | None:
         """The mode that `meshscope run` picks for one rank if none is asked for."""
-        return next((mode for mode in ("real", "cpu") if self.modes.get(mode, 0) != 0), None)
+        return next((mode for mode in ("real", "cpu") if self.modes[mode].available), None)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -60,6 +70,6 @@ class Report:
             "checks": msgspec.to_builtins(self.checks),
             "variables": msgspec.to_builtins(self.variables),
             "gpus": [device.to_json() for device in self.devices],
-            "modes": self.modes,
+            "modes": msgspec.to_builtins(self.modes),
             "errors": self.errors,
         }

@@ -293,7 +293,7 @@ def test_close_twice_and_step_after_close(tmp_path: Path) -> None:
 
 def test_folder_with_a_recording_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 1)
-    with pytest.raises(UsageError, match="choose another folder"):
+    with pytest.raises(UsageError, match="give each run a new folder"):
         Recorder(tmp_path, config=OFF, device="cpu")
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.config import Recorder, from_dict
+from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, EXIT_USAGE
 from harness.ledger import predict
 from harness.trainer import trainer
 
@@ -36,7 +37,6 @@ class AllocatorPeaks:
     """A recorder of allocated bytes: the most in each phase of every step and in the step, and those left after it."""
 
     def __init__(self) -> None:
-        self.completed_steps = 0
         self.steps: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
@@ -78,15 +78,14 @@ class AllocatorPeaks:
         """The allocator needs no names."""
 
 
-class PeaksOnly(Recorder.Config):
-    def build(self, directory: Path, **runtime: Any) -> Any:
-        self.recorder = AllocatorPeaks()
-        return self.recorder
-
-
 def measure(tree: dict[str, Any]) -> dict[str, Any]:
     """Allocated bytes of rank 0 of the configuration `tree`: of the first step and of those after it."""
     config = from_dict(tree)
+    recorder = AllocatorPeaks()
+
+    class PeaksOnly(Recorder.Config):
+        def build(self, directory: Path, **runtime: Any) -> Any:
+            return recorder
 
     @contextmanager
     def fake_group(*_: object) -> Iterator[None]:
@@ -95,10 +94,9 @@ def measure(tree: dict[str, Any]) -> dict[str, Any]:
         dist.destroy_process_group()
 
     vars(trainer)["process_group"] = fake_group
-    peaks = PeaksOnly()
     training = replace(config.training, device="cuda", steps=STEPS)
-    trainer.Trainer(replace(config, training=training, recorder=peaks), Path()).train()
-    first, *_, last = peaks.recorder.steps
+    trainer.Trainer(replace(config, training=training, recorder=PeaksOnly()), Path()).train()
+    first, *_, last = recorder.steps
     return {
         "first_step_peak_allocated_bytes": first["peak"],
         "steady_peak_allocated_bytes": last["peak"],
@@ -107,17 +105,24 @@ def measure(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="The ledger against the CUDA allocator on one GPU.")
     parser.add_argument("layouts", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("ledger_accuracy: error: torch finds no CUDA device: run it where there is a GPU", file=sys.stderr)
+        return EXIT_UNAVAILABLE
     runs = [run for run in json.loads(args.layouts.read_text())["runs"] if not args.names or run["name"] in args.names]
     if args.here:
         print(json.dumps(measure(runs[0]["config"])))
-        return
+        return EXIT_OK
+    unknown = set(args.names) - {run["name"] for run in runs}
+    if unknown:
+        print(f"ledger_accuracy: error: {args.layouts} has no run named {', '.join(sorted(unknown))}", file=sys.stderr)
+        return EXIT_USAGE
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; steady peak of rank 0, GiB")
     print(f"{'layout':36} {'predicted':>9} {'measured':>9} {'error':>10}  at")
     kept = []
@@ -137,7 +142,8 @@ def main() -> None:
         kept.append({**run, **measured})
     if args.out:
         args.out.write_text(json.dumps({"runs": kept}, indent=1) + "\n")
+    return EXIT_OK if len(kept) == len(runs) else EXIT_FAILED
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -110,7 +110,6 @@ class PhasePeaks:
 
     def __init__(self) -> None:
         self.live = Live()
-        self.completed_steps = 0
         self.peaks: list[dict[str, int]] = []
 
     def __enter__(self) -> Self:
@@ -145,15 +144,14 @@ class PhasePeaks:
         """What was allocated before the first step is known already."""
 
 
-class PeaksOnly(Recorder.Config):
-    def build(self, directory: Path, **runtime: Any) -> Any:
-        self.recorder = PhasePeaks()
-        return self.recorder
-
-
 def figures(config: Trainer.Config, rank: int) -> dict[str, Any]:
     """Peaks in bytes of each phase of two steps of the trainer, and what the second sent as [group size, kind, count,
     bytes]."""
+    recorder = PhasePeaks()
+
+    class PeaksOnly(Recorder.Config):
+        def build(self, directory: Path, **runtime: Any) -> Any:
+            return recorder
 
     @contextmanager
     def fake_group(*_: object) -> Iterator[None]:
@@ -163,12 +161,11 @@ def figures(config: Trainer.Config, rank: int) -> dict[str, Any]:
 
     vars(trainer)["process_group"] = fake_group
     warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # by real groups
-    peaks = PeaksOnly()
     training = replace(config.training, steps=2)
-    trainer.Trainer(replace(config, training=training, recorder=peaks), Path()).train()
-    sent = peaks.recorder.live.sent
+    trainer.Trainer(replace(config, training=training, recorder=PeaksOnly()), Path()).train()
+    sent = recorder.live.sent
     counts = [[size, kind, n["count"], n["bytes"]] for (size, kind), n in sorted(sent.items())]
-    return {"peaks": peaks.recorder.peaks, "sent": counts}
+    return {"peaks": recorder.peaks, "sent": counts}
 
 
 def main() -> None:

@@ -15,7 +15,10 @@ SHARED = Path(os.environ.get("MESHSCOPE_SHARED") or Path(__file__).parents[2] / 
 def shared_folder(name: str) -> Path:
     folder = SHARED / name
     if not folder.is_dir():
-        pytest.skip(f"no {name} beside the checkout (MESHSCOPE_SHARED names another place)")
+        pytest.skip(
+            f"needs the project's shared test inputs ({name}) beside the checkout, or where MESHSCOPE_SHARED says; "
+            "they are not part of this repository"
+        )
     return folder
 
 

@@ -124,7 +124,7 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
         find_sources(tmp_path / "pipe.json")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, who may read every file")
 def test_files_that_may_not_be_read(tmp_path: Path) -> None:
     put(tmp_path / "closed.json", TRACE).chmod(0)
     put(tmp_path / "shut/inside.json", TRACE)

@@ -72,32 +72,33 @@ def test_rows_hold_the_allocators_figures(tmp_path: Path) -> None:
 
 
 def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
-    torch.cuda._sleep(1000)
-    torch.cuda.synchronize()
     host_s, rows_written = [], []
     with Recorder(tmp_path, config=OFF) as recorder:
-        started = time.perf_counter()
-        for step in range(3):
+        for step in range(4):
             before = time.perf_counter()
             with recorder.step():
-                torch.cuda._sleep(BUSY_CYCLES)
+                # The first step is short: in it kernels are loaded and pinned memory is allocated, which may wait.
+                torch.cuda._sleep(BUSY_CYCLES if step else 1000)
                 value = torch.full((), float(step), device="cuda")
                 recorder.log(loss=value, half=value.bfloat16(), given=2)
                 value.add_(10)  # before the end of the step, so it counts
             host_s.append(time.perf_counter() - before)
             rows_written.append(len(read_recording(tmp_path).steps[0]))
+            if step == 0:
+                torch.cuda.synchronize()
+                started = time.perf_counter()
     total_ns = (time.perf_counter() - started) * 1e9
     rows = read_recording(tmp_path).steps[0]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert [row["loss"] for row in rows] == [10.0, 11.0, 12.0]
-    assert [row["scalars"] for row in rows] == [{"half": float(step), "given": 2.0} for step in range(3)]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["loss"] for row in rows] == [10.0, 11.0, 12.0, 13.0]
+    assert [row["scalars"] for row in rows] == [{"half": float(step), "given": 2.0} for step in range(4)]
     assert {row["wall_source"] for row in rows} == {"cuda_events"}
-    walls = [row["wall_ns"] for row in rows]
+    walls = [row["wall_ns"] for row in rows[1:]]
     assert min(walls) > 0.1e9
     assert sum(walls) <= total_ns
-    # The first step was only enqueued; the end of the second waited for the first.
-    assert host_s[0] * 1e9 < walls[0] / 2
-    assert rows_written == [0, 1, 2]
+    # The first long step was only enqueued; the end of the second waited for it.
+    assert host_s[1] * 1e9 < walls[0] / 2
+    assert rows_written[1:] == [1, 2, 3]
 
 
 def test_logging_does_not_allocate_on_the_device(tmp_path: Path) -> None:
@@ -128,6 +129,9 @@ def test_nvml_is_sampled_beside_the_steps(tmp_path: Path) -> None:
 
 def run_device_assert(rank: int, directory: Path) -> None:
     values, beyond = torch.zeros(2, device="cuda"), torch.tensor([7], device="cuda")
+    values[beyond - 7].sum().item()  # loading a kernel waits for the device, which must not happen below
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
     with Recorder(directory, config=OFF, device="cuda") as recorder, recorder.step():
         torch.cuda._sleep(BUSY_CYCLES)  # so that the host has ended the step before the device comes to the error
         values[beyond].sum()

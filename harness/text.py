@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 GIB = 2**30
 MIB = 2**20
@@ -70,8 +71,26 @@ def milliseconds(value: int | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.2f} %"
+    return "n/a" if value is None else f"{value:z.2f} %"
+
+
+def signed_percent(value: float | None) -> str:
+    """A difference: `+1.00 %`, `-1.00 %`, and `0.00 %` for one that two decimals do not show."""
+    return "n/a" if value is None else percent(value) if abs(value) < 0.005 else f"{value:+.2f} %"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    return "n/a" if value is None else f"{value:.{digits}f}"
+    return "n/a" if value is None else f"{value:z.{digits}f}"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 rank`, `8 ranks`: a regular plural."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def in_ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in order, each once, neighbours as a range: `4–7, 9`."""
+    ordered = sorted(set(numbers))
+    # Neighbours have the same difference between number and position.
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(ordered), key=lambda item: item[1] - item[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from harness.doctor import Report, examine
 from harness.errors import EXIT_OK, EXIT_UNAVAILABLE
+from harness.text import counted
 from harness.variables import Variable
 
 WIDTH = 120
@@ -40,7 +41,7 @@ def _text(report: Report) -> Iterator[str]:
         yield f"unread    {error['file']}: {error['reason']}"
     yield "modes:"
     for name, mode in report.modes.items():
-        ranks = "any number of ranks" if mode.max_ranks is None else f"1 to {mode.max_ranks} ranks"
+        ranks = "any number of ranks" if mode.max_ranks is None else f"up to {counted(mode.max_ranks, 'rank')}"
         yield f"{'yes' if mode.available else 'no':<9} mode {name:<10} {ranks if mode.available else mode.reason}"
 
 

@@ -21,7 +21,7 @@ from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import Mode
 from harness.report import build
 from harness.report.text import render
-from harness.text import one_line
+from harness.text import counted, one_line
 from harness.validation import validate_inputs
 
 TAKES_OVERRIDES = True
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         config.checkpoint.load = str(find_checkpoint(Path(config.checkpoint.load)).resolve())
     directory = _out_directory(args.out, config.name)
 
-    _say(f"{config.name}: {config.world_size} ranks, mode {mode} ({why}), recording to {directory}")
+    _say(f"{config.name}: {counted(config.world_size, 'rank')}, mode {mode} ({why}), recording to {directory}")
     try:
         with _progress(config) as on_step:
             status = launch(

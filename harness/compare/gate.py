@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from harness.compare.metrics import METRICS, Value
 from harness.errors import UsageError
-from harness.text import quantity
+from harness.text import quantity, signed_percent
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -102,7 +102,7 @@ def check(bound: Bound, a: Mapping[str, Value], b: Mapping[str, Value]) -> GateR
     assert of_a.value is not None
     # In values, not in percent of A, so that A = 0 needs no rule of its own and equal values are within any bound.
     passed = not OPERATORS[bound.op](of_b.value, of_a.value + abs(of_a.value) * bound.limit / 100)
-    change = f", {100 * (of_b.value - of_a.value) / of_a.value:+.2f} %" if of_a.value else ""
+    change = f", {signed_percent(100 * (of_b.value - of_a.value) / of_a.value)}" if of_a.value else ""
     reason = f"A {quantity(bound.metric, of_a.value)}, B {figures}{change}"
     return _result(bound, passed=passed, decided=True, reason=reason)
 

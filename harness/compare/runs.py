@@ -13,6 +13,7 @@ from harness.compare.difference import Difference, differences, incomparable
 from harness.compare.gate import GateResult
 from harness.compare.measured import Measured
 from harness.compare.metrics import METRICS, Metric, Value, run_metrics
+from harness.text import in_ranges
 
 SCHEMA_VERSION = 1
 
@@ -186,5 +187,5 @@ def mode_notes(a: Measured, b: Measured) -> list[str]:
             reason = f": {recording.status.reason}" if recording.status.reason else ""
             notes.append(f"{name} is {recording.status.state}{reason}")
         if recording and recording.missing_ranks:
-            notes.append(f"{name} lacks ranks {', '.join(map(str, recording.missing_ranks))}")
+            notes.append(f"{name} lacks ranks {in_ranges(recording.missing_ranks)}")
     return notes

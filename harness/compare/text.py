@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.compare.gate import GateResult
 from harness.compare.runs import Comparison, MetricComparison
-from harness.text import printable, quantity, table
+from harness.text import printable, quantity, signed_percent, table
 
 VALUE_SHOWN = 60
 SIGN = {"better": "better", "worse": "WORSE", "no difference": "same", "inconclusive": "undecided"}
@@ -63,9 +63,9 @@ def _known(comparison: Comparison) -> list[MetricComparison]:
 
 
 def _figures(item: MetricComparison) -> list[str]:
-    change = "n/a" if item.effect_pct is None else f"{item.effect_pct:+.2f} %"
+    change = signed_percent(item.effect_pct)
     if item.metric.endswith("_pct") and item.a is not None and item.b is not None:
-        change = f"{item.b - item.a:+.2f} points"
+        change = signed_percent(item.b - item.a).replace("%", "points")
     return [quantity(item.metric, item.a), quantity(item.metric, item.b), change]
 
 

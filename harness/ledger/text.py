@@ -6,7 +6,7 @@ from itertools import groupby
 
 from harness.ledger.layout import MEANINGS
 from harness.ledger.prediction import Prediction, RankMemory
-from harness.text import size, table
+from harness.text import signed_percent, size, table
 
 
 def report(prediction: Prediction) -> str:
@@ -38,7 +38,7 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
     ]
     lines += [
         f"  rank {rank.rank} measured {size(rank.measured_peak_allocated_bytes)}, "
-        f"prediction off by {rank.error_pct:+.2f} %"
+        f"prediction off by {signed_percent(rank.error_pct)}"
         for rank in ranks
         if rank.measured_peak_allocated_bytes is not None
     ]

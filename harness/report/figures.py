@@ -27,7 +27,7 @@ from harness.report.drawing import (
 )
 from harness.report.lanes import Lane, LanePicture
 from harness.report.markup import Html
-from harness.text import GIB, MIB, printable, size
+from harness.text import GIB, MIB, counted, printable, size
 
 RANKS_DRAWN = 32
 BARS = 80
@@ -106,7 +106,7 @@ def step_times(steps: Sequence[dict[str, Any]], median_ns: int | None) -> Html:
         axes.set_xlabel("step")
         axes.set_ylabel("ms")
         whole_numbers(axes.xaxis)
-        alt = f"Time of {len(known)} steps, {walls.min():.1f} to {walls.max():.1f} ms"
+        alt = f"Time of {counted(len(known), 'step')}, {walls.min():.1f} to {walls.max():.1f} ms"
         return svg(figure, "steps", alt)
 
 
@@ -132,7 +132,7 @@ def peaks(ranks: Sequence[dict[str, Any]]) -> Html:
         axes.set_xlim(-0.6, len(shown) - 0.4)
         axes.set_xlabel("rank")
         axes.set_ylabel(name)
-        return svg(figure, "peaks", f"Peak memory of {len(shown)} ranks by phase, {name}")
+        return svg(figure, "peaks", f"Peak memory of {counted(len(shown), 'rank')} by phase, {name}")
 
 
 def phase_colours(ranks: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -185,7 +185,9 @@ def step_parts(parts: Sequence[dict[str, Any]]) -> Html:
         axes.set_xlabel("ms of the mean traced step")
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        return svg(figure, "parts", f"Where the mean traced step of {len(shown)} ranks goes: compute, exposed, idle")
+        return svg(
+            figure, "parts", f"Where the mean traced step of {counted(len(shown), 'rank')} goes: compute, exposed, idle"
+        )
 
 
 def rank_name(item: dict[str, Any]) -> str:
@@ -303,7 +305,7 @@ def step_peaks(steps: Sequence[dict[str, Any]]) -> Html:
         axes.set_xlabel("step")
         axes.set_ylabel(name)
         whole_numbers(axes.xaxis)
-        return svg(figure, "steppeaks", f"Highest peaks of {len(steps)} steps, {name}")
+        return svg(figure, "steppeaks", f"Highest peaks of {counted(len(steps), 'step')}, {name}")
 
 
 def unit_of(highest: int) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from harness.report.finding import NOT_A_CLUSTER, SEVERITIES, Finding, of_time, ranks_text
 from harness.report.findings_communication import communication_findings
 from harness.report.findings_memory import memory_findings
-from harness.text import milliseconds
+from harness.text import counted, milliseconds
 
 if TYPE_CHECKING:
     from harness.report.build import Report
@@ -50,7 +50,7 @@ def run_state(report: Report) -> Iterator[Finding]:
         missing: list[int | None] = [*recording.missing_ranks]
         yield Finding(
             severity="high",
-            title=f"{len(missing)} of the ranks that should have recorded have no step",
+            title=f"{counted(len(missing), 'rank')} that should have recorded without a step",
             evidence={"missing_ranks": len(missing), "recorded_ranks": len(report.ranks)},
             where=ranks_text(missing),
             advice="Figures over ranks are over those that are there; the slowest rank may be a missing one.",
@@ -61,7 +61,7 @@ def run_state(report: Report) -> Iterator[Finding]:
         if len(worlds) == 1 and None not in traced and len(traced) < (world := worlds.pop() or 0):
             yield Finding(
                 severity="low",
-                title=f"{len(traced)} of {world} ranks have a trace here",
+                title=f"{len(traced)} of {world} ranks {'has' if len(traced) == 1 else 'have'} a trace here",
                 evidence={"traced_ranks": len(traced), "world_size": world},
                 where=ranks_text(list(traced)),
                 advice="Means are over these ranks; waiting for a rank without a trace cannot be told from transfer.",
@@ -97,7 +97,9 @@ def prediction(report: Report) -> Iterator[Finding]:
         first = differing[0]
         yield Finding(
             severity="medium",
-            title=f"{len(differing)} kinds of collectives are not what the configuration says",
+            title="One kind of collective is not what the configuration says"
+            if len(differing) == 1
+            else f"{len(differing)} kinds of collectives are not what the configuration says",
             evidence={
                 "predicted_count": first.predicted_count,
                 "measured_count": first.measured_count,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.compare.steps import whole
 from harness.report.finding import Finding, ranks_text
-from harness.text import MIB, size
+from harness.text import MIB, counted, size
 
 if TYPE_CHECKING:
     from harness.report.build import Report
@@ -42,14 +42,14 @@ def out_of_memory(report: Report) -> Iterator[Finding]:
         rank, oom = failed[0]
         yield Finding(
             severity="high",
-            title=f"{len(failed)} allocations failed: {size(oom['size_bytes'])} did not fit",
+            title=f"{counted(len(failed), 'allocation')} failed: {size(oom['size_bytes'])} did not fit",
             evidence={k: oom[k] for k in ("size_bytes", "device_free_bytes", "allocated_bytes", "reserved_bytes")},
             where=f"{ranks_text([rank])}, {oom['site']}",
             advice="If reserved is far above allocated, expandable segments help; otherwise checkpoint activations, "
             "shard over more ranks or take a smaller micro-batch.",
         )
         return
-    ranks = counted(report, "ooms")
+    ranks = highest_count(report, "ooms")
     if ranks:
         yield Finding(
             severity="high",
@@ -62,11 +62,11 @@ def out_of_memory(report: Report) -> Iterator[Finding]:
 
 def retries(report: Report) -> Iterator[Finding]:
     """The allocator emptied its cache and asked the driver again: it synchronises the device, and time goes."""
-    ranks = counted(report, "alloc_retries")
+    ranks = highest_count(report, "alloc_retries")
     if ranks:
         yield Finding(
             severity="high",
-            title=f"The allocator ran dry {sum(ranks.values())} times, freed its cache and tried again",
+            title=f"The allocator ran dry {counted(sum(ranks.values()), 'time')}, freed its cache and tried again",
             evidence={"alloc_retries": sum(ranks.values())},
             where=ranks_text(list(ranks)),
             advice="Each retry synchronises the device. Leave it more room: expandable segments, less memory at the "
@@ -74,7 +74,7 @@ def retries(report: Report) -> Iterator[Finding]:
         )
 
 
-def counted(report: Report, name: str) -> dict[int, int]:
+def highest_count(report: Report, name: str) -> dict[int, int]:
     """Rank -> the last and highest value of a counter, without zeros."""
     rows = report.recording.steps if report.recording else {}
     most = {rank: max((whole(row, name) or 0 for row in steps), default=0) for rank, steps in rows.items()}
@@ -94,7 +94,10 @@ def stacking(report: Report) -> Iterator[Finding]:
         return
     _, device = max(stacked, key=lambda pair: pair[1]["stacking"]["max_pending_bytes"])
     found, active = device["stacking"], device["peak_active_bytes"]
-    sites = [f"{one['site']} ({one['blocks']} blocks, {size(one['bytes'])})" for one in found["sites"][:SITES_SHOWN]]
+    sites = [
+        f"{one['site']} ({counted(one['blocks'], 'block')}, {size(one['bytes'])})"
+        for one in found["sites"][:SITES_SHOWN]
+    ]
     yield Finding(
         severity="high" if active and found["max_pending_bytes"] > 0.1 * active else "medium",
         title=f"Memory stacks up: {size(found['max_pending_bytes'])} freed and not reusable at once",

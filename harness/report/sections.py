@@ -18,7 +18,7 @@ from harness.report.legend import band, legend, line, swatch
 from harness.report.markup import Html, figure_cell, listing, table, tag
 from harness.report.sections_trace import overlap
 from harness.report.text import evidence_text, layout
-from harness.text import quantity
+from harness.text import counted, in_ranges, quantity
 
 STEPS_LISTED = 60
 RANKS_LISTED = 128
@@ -44,7 +44,7 @@ def head(report: Report) -> list[Html]:
     if recording is not None and recording.status is not None:
         badges.append(recording.status.state)
     if report.ranks:
-        badges.append(f"{len(report.ranks)} ranks, {len(report.steps)} steps")
+        badges.append(f"{counted(len(report.ranks), 'rank')}, {counted(len(report.steps), 'step')}")
     if recording is not None and (names := devices(recording.ranks.values())):
         badges.append(names)
     parts = [
@@ -109,8 +109,7 @@ def run(report: Report) -> list[Html]:
     rows.append(("command", " ".join(map(str, argv)) if isinstance(argv, list) else None))
     if recording.status is not None:
         rows.append(("state", " ".join(filter(None, (recording.status.state, recording.status.reason)))))
-    missing = ", ".join(map(str, recording.missing_ranks))
-    rows.append(("ranks without a step", missing or "none"))
+    rows.append(("ranks without a step", in_ranges(recording.missing_ranks) or "none"))
     body = [[name, "not recorded" if value is None else str(value)] for name, value in rows]
     return [tag("div", table(["", ""], body), class_="key")]
 

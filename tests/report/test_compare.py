@@ -232,7 +232,7 @@ def test_markdown_has_no_markup_of_strangers(tmp_path, capsys):
     assert main(["compare", str(a), str(write(tmp_path / "b")), "--markdown", "--fail-on", "mfu_pct<1"]) == 1
     out = capsys.readouterr().out
     assert "### meshscope compare" in out
-    assert "| step_wall_ns | 14.000 ms | 14.000 ms | +0.00 % | no difference |" in out
+    assert "| step_wall_ns | 14.000 ms | 14.000 ms | 0.00 % | no difference |" in out
     (row,) = [line for line in out.splitlines() if line.startswith("| config.x")]
     assert row == "| config.x\\|y\\` | `<b>\\|'@all` | `not stated` |"
 

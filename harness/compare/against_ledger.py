@@ -11,7 +11,7 @@ from harness.errors import InputError, UsageError
 from harness.ledger import Prediction
 from harness.ledger.operators import Target
 from harness.recording import Recording, manifest_path
-from harness.trace import Capture, collective_counts
+from harness.trace import Capture, collective_counts, complete
 
 TARGET_OF_SOURCE: dict[str, Target] = {"cuda_allocator": "cuda", "tensor_storages": "cpu"}
 """Where a recording's peaks come from -> the operator table that describes it."""
@@ -135,15 +135,15 @@ def require_same(recorded: Any, config: Trainer.Config) -> None:
 def communication(prediction: Prediction | None, captures: Sequence[Capture]) -> list[Communication]:
     """Per mesh dimension and kind, what a step should send and what the traced steps sent.
 
-    Measured figures are those that most ranks and steps have; steps that a trace holds in part only make
-    `agree` False, as any other difference does. Collectives outside every step are left out.
+    Measured figures are those that most ranks and steps have. Steps known to be incomplete (`Capture.incomplete`) and
+    collectives outside every step are left out.
     """
     predicted: dict[tuple[str, str], tuple[int, int]] = {
         (c.dimension, c.kind): (c.count, c.bytes) for c in (prediction.communication if prediction else ())
     }
     seen: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
     steps: set[tuple[int | None, int]] = set()
-    for capture in captures:
+    for capture in complete(captures):
         for item in collective_counts(capture.records()):
             if item["step"] is not None:
                 steps.add((item["rank"], item["step"]))

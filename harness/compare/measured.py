@@ -12,13 +12,15 @@ from harness.compare.steps import by_rank, by_step
 from harness.errors import InputError
 from harness.recording import Recording, is_recording, read_recording
 from harness.sources import Sources, find_sources
-from harness.trace import Capture, analyse_captures, read_captures
+from harness.trace import Capture, analyse_captures, complete, read_captures
 
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
     """`overlap` and `memory` are the objects that those commands print with --json, None where there is no input;
-    `captures` and `snapshots` are what they were made of. `steps` and `ranks` are empty without step rows."""
+    `captures` and `snapshots` are what they were made of. `complete_captures` and `complete_overlap` are the same
+    without the steps that a trace holds in part: means are made of these. `steps` and `ranks` are empty without step
+    rows."""
 
     path: Path
     mode: str
@@ -26,8 +28,10 @@ class Measured:
     steps: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
+    complete_captures: list[Capture] = field(default_factory=list)
     snapshots: memory.Analysis | None = None
     overlap: dict[str, Any] | None = None
+    complete_overlap: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     errors: list[InputError] = field(default_factory=list)
 
@@ -62,7 +66,11 @@ def measure(path: Path) -> Measured:
         found.captures, errors = read_captures(sources)
     found.errors += errors
     if found.captures:
-        found.overlap = analyse_captures(found.captures, errors, sources.mode)
+        found.overlap = found.complete_overlap = analyse_captures(found.captures, errors, sources.mode)
+        found.complete_captures = complete(found.captures)
+        if any(capture.incomplete for capture in found.captures):
+            whole = found.complete_captures
+            found.complete_overlap = analyse_captures(whole, errors, sources.mode) if whole else None
     if sources.snapshots:
         found.snapshots = memory.analyse_sources(sources)
         found.memory = found.snapshots.to_json()

@@ -2,7 +2,7 @@
 
 A step's time is that of its slowest rank; a run's is the median over its plain steps (`steps.by_step`). A peak is the
 highest over ranks and steps after the first, which has no optimizer states before its update. Figures of traces are
-means over ranks and traced steps (rule `launch`); those are profiled steps.
+means over ranks and traced steps (rule `launch`) that the trace holds whole; those are profiled steps.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def _peak(measured: Measured, name: str) -> Value:
 
 
 def _of_traced_steps(measured: Measured, field: str) -> Value:
-    if measured.overlap is None:
-        return Value(value=None, reason="no trace")
-    entries = measured.overlap["ranks"]
+    if measured.complete_overlap is None:
+        return Value(value=None, reason="no complete step in the traces" if measured.overlap else "no trace")
+    entries = measured.complete_overlap["ranks"]
     of_ranks = []
     for entry in entries:
         values = [step[field] for step in entry["steps"] if step["rule"] == "launch"]
@@ -125,9 +125,9 @@ def _of_traced_steps(measured: Measured, field: str) -> Value:
 
 
 def _overlap(measured: Measured) -> Value:
-    if measured.overlap is None:
-        return Value(value=None, reason="no trace")
-    entries = measured.overlap["ranks"]
+    if measured.complete_overlap is None:
+        return Value(value=None, reason="no complete step in the traces" if measured.overlap else "no trace")
+    entries = measured.complete_overlap["ranks"]
     shares = [share for entry in entries if (share := entry["window"]["overlap_pct"]) is not None]
     if not shares:
         return Value(value=None, reason="no communication in the traces")

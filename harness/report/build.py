@@ -63,12 +63,20 @@ class Report:
         return self.measured.captures
 
     @property
+    def complete_captures(self) -> list[Capture]:
+        return self.measured.complete_captures
+
+    @property
     def snapshots(self) -> Analysis | None:
         return self.measured.snapshots
 
     @property
     def overlap(self) -> dict[str, Any] | None:
         return self.measured.overlap
+
+    @property
+    def complete_overlap(self) -> dict[str, Any] | None:
+        return self.measured.complete_overlap
 
     @property
     def memory(self) -> dict[str, Any] | None:
@@ -126,7 +134,7 @@ def build(path: Path) -> Report:
             compare.put_beside(report.prediction, recording)
     report.communication = compare.communication(report.prediction, report.captures)
     report.metrics = run_metrics(report.measured)
-    report.dimensions = by_dimension(report.overlap)
-    report.step_parts = step_parts(report.captures)
+    report.dimensions = by_dimension(report.complete_overlap)
+    report.step_parts = step_parts(report.complete_captures)
     report.findings = find(report)
     return report

@@ -31,11 +31,11 @@ LATE_SHARE = 0.5
 
 
 def communication_findings(report: Report) -> Iterator[Finding]:
-    if report.overlap is None:
+    if report.complete_overlap is None:
         return
     yield from exposed(report.dimensions, report.mode)
-    yield from on_compute_stream(report.captures, report.mode)
-    yield from late_ranks(report.overlap["cross_rank"], report.dimensions, report.mode)
+    yield from on_compute_stream(report.complete_captures, report.mode)
+    yield from late_ranks(report.complete_overlap["cross_rank"], report.dimensions, report.mode)
 
 
 def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
@@ -52,6 +52,8 @@ def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding
         kind = kinds[0]["kind"] if kinds else None
         if severity == "info":
             title = f"{name}: {100 - share:.0f} % of communication is hidden by compute{host}"
+        elif item["sources"] == ["host"] and not item["overlap_ns"]:
+            title = f"{name}: the host waited for every collective, {of_span:.0f} % of the traced time"
         else:
             title = f"{name}: {share:.0f} % of communication is exposed, {of_span:.0f} % of the traced time{host}"
         yield Finding(

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from harness.report.finding import ranks_text
+from harness.text import in_ranges
 from harness.trace import Capture
 from harness.trace.capture import DeviceCapture
 from harness.trace.intervals import EMPTY, join, subtract
@@ -38,6 +40,12 @@ def by_dimension(overlap: dict[str, Any] | None) -> list[dict[str, Any]]:
     ]
 
 
+def waited_for_all(dimensions: Sequence[dict[str, Any]]) -> bool:
+    """Whether there was communication, on hosts only, and no operator ran during any of it."""
+    every = dimensions[0] if dimensions else None
+    return every is not None and every["sources"] == ["host"] and every["comm_ns"] > 0 and every["overlap_ns"] == 0
+
+
 def _shares(shares: list[float | None]) -> dict[str, float | None]:
     known = [share for share in shares if share is not None]
     return {"lowest_overlap_pct": min(known, default=None), "highest_overlap_pct": max(known, default=None)}
@@ -53,6 +61,20 @@ def _kinds(entries: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         for kind, ones in kinds.items()
     ]
     return sorted(found, key=lambda item: -item["exposed_ns"])
+
+
+def incomplete_steps(captures: Sequence[Capture]) -> list[str]:
+    """One sentence for each set of steps that traces hold in part for one reason: which steps, on which ranks, why."""
+    steps_of: dict[tuple[str, tuple[int, ...]], list[int | None]] = {}
+    for capture in captures:
+        for why in dict.fromkeys(capture.incomplete.values()):
+            numbers = tuple(sorted(number for number, reason in capture.incomplete.items() if reason == why))
+            steps_of.setdefault((why, numbers), []).append(capture.rank)
+    return [
+        f"{'step' if len(numbers) == 1 else 'steps'} {in_ranges(numbers)} of {ranks_text(ranks)} incomplete ({why}): "
+        "neither compared nor in means"
+        for (why, numbers), ranks in steps_of.items()
+    ]
 
 
 def step_parts(captures: Sequence[Capture]) -> list[dict[str, Any]]:

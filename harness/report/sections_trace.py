@@ -9,6 +9,9 @@ from harness.report.finding import ranks_text
 from harness.report.lanes import LanePicture, most_exposed
 from harness.report.legend import legend, swatch
 from harness.report.markup import Html, figure_cell, table, tag
+from harness.report.over_ranks import incomplete_steps, waited_for_all
+from harness.text import in_ranges
+from harness.trace.analysis import HOST_WAITED
 
 NOTES_LISTED = 12
 
@@ -17,19 +20,26 @@ def overlap(report: Report) -> list[Html]:
     if report.overlap is None:
         return []
     body: list[Html] = []
-    steps = sorted({item["step"] for item in report.step_parts})
-    sources = sorted({entry["source"] for entry in report.overlap["ranks"]})
-    what = f"Traced steps {', '.join(map(str, steps))}" if steps else "Whole files, which name no steps,"
-    ranks = ranks_text([entry["rank"] for entry in report.overlap["ranks"]])
+    incomplete = [tag("p", f"{sentence[0].upper()}{sentence[1:]}.") for sentence in incomplete_steps(report.captures)]
+    if report.complete_overlap is None:
+        return [tag("p", "No complete step is in the traces."), *incomplete, *notes(report)]
+    entries = report.complete_overlap["ranks"]
+    steps = {item["step"] for item in report.step_parts}
+    sources = sorted({entry["source"] for entry in entries})
+    what = f"Traced steps {in_ranges(steps)}" if steps else "Whole files, which name no steps,"
+    ranks = ranks_text([entry["rank"] for entry in entries])
     body.append(tag("p", f"{what} of {ranks}; {' and '.join(sources)} time, mode {report.mode}."))
     if "host" in sources:
         body.append(
             tag("p", "Host time is what the calls took on the CPU: there are no device events in a gloo trace.")
         )
+        if waited_for_all(report.dimensions):
+            body.append(tag("p", f"{HOST_WAITED[0].upper()}{HOST_WAITED[1:]}."))
+    body += incomplete
     if report.mean_parts:
         body += parts(report)
     body += dimensions(report)
-    picture = most_exposed(report.captures)
+    picture = most_exposed(report.complete_captures)
     if picture is not None:
         body += lanes(picture, report.mode)
     return body + notes(report)

@@ -9,7 +9,20 @@ from typing import Any
 from harness.compare.steps import PEAKS
 from harness.config import Trainer
 from harness.report.build import Report
-from harness.text import milliseconds, number, percent, printable, quantity, size, table
+from harness.report.over_ranks import incomplete_steps, waited_for_all
+from harness.text import (
+    counted,
+    in_ranges,
+    milliseconds,
+    number,
+    percent,
+    printable,
+    quantity,
+    signed_percent,
+    size,
+    table,
+)
+from harness.trace.analysis import HOST_WAITED
 
 STEPS_SHOWN = 12
 RANKS_SHOWN = 8
@@ -56,7 +69,7 @@ def _head(report: Report) -> Iterator[str]:
         reason = f": {recording.status.reason}" if recording.status.reason else ""
         yield f"  {recording.status.state}{reason}"
     if recording.missing_ranks:
-        yield f"  without a step: rank {', '.join(map(str, recording.missing_ranks))}"
+        yield f"  without a step: rank {in_ranges(recording.missing_ranks)}"
 
 
 def layout(config: Trainer.Config) -> dict[str, str]:
@@ -67,7 +80,7 @@ def layout(config: Trainer.Config) -> dict[str, str]:
     shown = " × ".join(f"{name} {n}" for name, n in degrees.items() if n > 1 or name in ("dp_shard", "tp"))
     sequence = " with sequence parallel" if parallel.tp > 1 and parallel.sequence_parallel else ""
     return {
-        "layout": f"{config.world_size} ranks, {shown}{sequence}",
+        "layout": f"{counted(config.world_size, 'rank')}, {shown}{sequence}",
         "precision": training.mixed_precision_param,
         "model": f"{model.params:,} parameters ({model.n_layers} layers, width {model.dim}, vocabulary "
         f"{model.vocab_size:,})",
@@ -162,11 +175,17 @@ def _overlap(report: Report) -> Iterator[str]:
     """Every mesh dimension over the ranks: lowest and highest hidden share, mean times per traced file."""
     if report.overlap is None:
         return
-    sources = sorted({entry["source"] for entry in report.overlap["ranks"]})
-    steps = sorted({item["step"] for entry in report.overlap["ranks"] for item in entry["steps"]})
+    incomplete = [f"  {sentence}" for sentence in incomplete_steps(report.captures)]
+    if report.complete_overlap is None:
+        yield "Communication by mesh dimension: no complete step is in the traces"
+        yield from incomplete
+        return
+    entries = report.complete_overlap["ranks"]
+    sources = sorted({entry["source"] for entry in entries})
+    steps = {item["step"] for entry in entries for item in entry["steps"]}
     yield (
-        f"Communication by mesh dimension: traced steps {', '.join(map(str, steps)) or 'not named'}; "
-        f"{' and '.join(sources)} time in ms, mean of {len(report.overlap['ranks'])} ranks"
+        f"Communication by mesh dimension: traced steps {in_ranges(steps) or 'not named'}; "
+        f"{' and '.join(sources)} time in ms, mean of {counted(len(entries), 'rank')}"
     )
     rows = []
     for item in report.dimensions:
@@ -177,8 +196,11 @@ def _overlap(report: Report) -> Iterator[str]:
     yield from table(["dimension", "communication", "hidden by compute", "exposed", "hidden share, over ranks"], rows)
     if "host" in sources:
         yield "  host time: what the calls took on the CPU, not device time (gloo has no device events)"
+        if waited_for_all(report.dimensions):
+            yield f"  {HOST_WAITED}"
     if len(report.dimensions) > 2:
         yield "  dimensions that communicate at the same time: exposed times need not add up"
+    yield from incomplete
 
 
 def _communication(report: Report) -> Iterator[str]:
@@ -211,7 +233,7 @@ def _ledger(report: Report) -> Iterator[str]:
             str(rank.rank),
             size(rank.peak_allocated_bytes),
             size(rank.measured_peak_allocated_bytes),
-            "n/a" if rank.error_pct is None else f"{rank.error_pct:+.2f} %",
+            signed_percent(rank.error_pct),
             f" {rank.at}",
         ]
         for rank in prediction.ranks

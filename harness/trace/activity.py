@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +15,9 @@ from harness.trace.figures import COMMUNICATION, COMPUTE, MEMORY, Window
 from harness.trace.intervals import Intervals, Ns, union
 
 Mask = NDArray[np.bool_]
+
+# What an activity says of each event.
+COLUMNS = ("start", "end", "role", "collective", "launch", "thread", "stream", "sequence", "counts")
 
 
 class Collective(NamedTuple):
@@ -60,6 +63,10 @@ class Activity:
         if mask is None:
             return Window.of(self.start, self.end, self.role)
         return Window.of(self.start[mask], self.end[mask], self.role[mask])
+
+    def only(self, kept: Mask) -> Activity:
+        """The same without the events that are not kept."""
+        return replace(self, **{name: getattr(self, name)[kept] for name in COLUMNS})
 
     def of(self, wanted: Mask) -> Mask:
         """The events whose collective is wanted (`wanted` is over `collectives`)."""

@@ -16,6 +16,7 @@ from harness.trace.events import MISSING
 from harness.trace.figures import COMMUNICATION, COMPUTE, Window
 
 SCHEMA_VERSION = 1
+HOST_WAITED = "no operator ran during communication: the host waited for every collective"
 
 
 def analyse(sources: Sources) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def analyse_captures(captures: Sequence[Capture], errors: Sequence[InputError], 
 
 
 def device_entry(capture: Capture, device: DeviceCapture) -> dict[str, Any]:
-    """One item of `ranks`: one device of one file."""
+    """One item of `ranks`: one device of one file; steps that it holds in part are named in `incomplete_steps`."""
     activity = device.activity
     whole = activity.window()
     by_launch = [activity.window(device.step == index) for index in range(len(capture.steps))]
@@ -72,6 +73,7 @@ def device_entry(capture: Capture, device: DeviceCapture) -> dict[str, Any]:
             {"dimension": name, **whole.figures(activity.union(activity.dimension(name)))}
             for name in activity.dimensions()
         ],
+        "incomplete_steps": sorted(capture.incomplete),
         "dropped": capture.dropped,
         "notes": capture.notes + notes(capture, device, whole),
     }
@@ -148,7 +150,7 @@ def notes(capture: Capture, device: DeviceCapture, whole: Window) -> list[str]:
     if activity.source == "host":
         found.append("no device events: times are the host's (operators, c10d calls, gloo), not device time")
         if whole.communication.start.size and not whole.figures()["overlap_ns"]:
-            found.append("no operator ran during communication: the host waited for every collective")
+            found.append(HOST_WAITED)
     found += activity.notes
     if not whole.communication.start.size:
         found.append("no communication: overlap is n/a")
@@ -157,6 +159,10 @@ def notes(capture: Capture, device: DeviceCapture, whole: Window) -> list[str]:
     found += stream_notes(activity, whole)
     if symmetric(activity).any():
         found.append("symmetric-memory and custom all-reduce kernels are included in communication")
+    found += [
+        f"step {number} is incomplete ({why}): neither compared nor in means"
+        for number, why in capture.incomplete.items()
+    ]
     if not capture.steps:
         found.append("no ProfilerStep#N annotations: no steps")
     outside = int(((device.step < 0) & (activity.launch != MISSING)).sum())

@@ -9,15 +9,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from harness import recording
 from harness.errors import InputError
 from harness.sources import SourceFile, Sources
-from harness.trace.activity import Activity, device_activities
+from harness.trace.activity import Activity, Mask, device_activities
 from harness.trace.classify import Groups, full_bytes
 from harness.trace.events import MISSING, Trace, read_trace
 from harness.trace.host import host_activity
 from harness.trace.steps import Step, step_of_each, steps_of
 from harness.trace.units import Unit, unit_of_each
 
+# The tag of a row whose step the device never said it ended (harness.record.step).
+UNFINISHED = "unfinished"
+UNFINISHED_ROW = "no finished row in steps/"
+CUT = "the capture ended before its last launches ran"
 WORKER_CAPTURE = re.compile(r"^(.+?)\.\d{10,}\.pt\.trace\.json")
 
 Mesh = Mapping[str, Sequence[Sequence[int]]]
@@ -55,7 +62,7 @@ class DeviceCapture:
 @dataclass(kw_only=True, slots=True)
 class Capture:
     """What one trace file holds. `rank` is the trace's own word, else its name's; `order` counts the captures of one
-    rank and iteration in time."""
+    rank and iteration in time; `incomplete` maps the number of a step that the file holds in part to why."""
 
     file: SourceFile
     rank: int | None
@@ -67,6 +74,7 @@ class Capture:
     launches_without_event: int
     dropped: dict[str, int]
     notes: list[str] = field(default_factory=list)
+    incomplete: dict[int, str] = field(default_factory=dict)
     order: int = 0
     world_size: int | None = None
 
@@ -119,7 +127,37 @@ def read_captures(sources: Sources) -> tuple[list[Capture], list[InputError]]:
             errors.append(error)
     captures.sort(key=lambda c: (c.rank is None, c.rank or 0, "" if c.rank is not None else c.worker, c.start_ns))
     errors += order_in_time(captures)
+    mark_unfinished(captures, sources)
     return captures, errors
+
+
+def mark_unfinished(captures: Sequence[Capture], sources: Sources) -> None:
+    """Adds to `Capture.incomplete` the steps that a recording's own rows do not know as finished.
+
+    Only for traces that the recorder wrote (their steps have the rows' numbers), and for ranks with a file of rows.
+    """
+    if not sources.recording:
+        return
+    own = recording.trace_path(sources.root, 0, 0).parent.parent
+    finished = finished_steps(sources)
+    for capture in captures:
+        if capture.rank in finished and capture.file.path.is_relative_to(own):
+            missing = (step.number for step in capture.steps if step.number not in finished[capture.rank])
+            capture.incomplete |= dict.fromkeys(missing, UNFINISHED_ROW)
+
+
+def finished_steps(sources: Sources) -> dict[int, set[int]]:
+    """Rank -> the numbers of the steps whose rows say that they ended."""
+    try:
+        rows_of = recording.read_recording(sources.root).steps
+    except InputError:  # of a later version; whoever reads the recording itself says so
+        return {}
+    return {
+        rank: {
+            row["step"] for row in rows if type(row.get("step")) is int and UNFINISHED not in (row.get("tags") or ())
+        }
+        for rank, rows in rows_of.items()
+    }
 
 
 def capture_of(file: SourceFile, trace: Trace, mesh: Mesh | None = None) -> Capture:
@@ -152,19 +190,35 @@ def capture_of(file: SourceFile, trace: Trace, mesh: Mesh | None = None) -> Capt
         launches_without_event=launches_without_event(trace),
         dropped=trace.dropped,
         notes=notes,
+        incomplete={step.number: CUT for step in steps[-1:] if is_cut(trace, step)},
         world_size=trace.world_size,
     )
 
 
 def launches_without_event(trace: Trace) -> int:
     """Kernel launches and asynchronous copies whose device event is not in the file (the capture ended first)."""
-    if not trace.device.start.size:
-        return 0
+    launching, ran = launches_and_events(trace)
+    return int((launching & ~ran).sum()) if trace.device.start.size else 0
+
+
+def is_cut(trace: Trace, step: Step) -> bool:
+    """Whether the last launch of a step has no device event: the capture ended before the step did on the device.
+
+    Where events were left out, theirs may be the missing one: then it is not known, and the answer is no.
+    """
+    if trace.dropped or not trace.device.start.size:
+        return False
+    launching, ran = launches_and_events(trace)
+    start = trace.launches.start
+    mine = np.flatnonzero(launching & (start >= step.start_ns) & (start < step.end_ns))
+    return bool(mine.size) and not ran[mine[start[mine].argmax()]]
+
+
+def launches_and_events(trace: Trace) -> tuple[Mask, Mask]:
+    """Per host call: whether it launches device work, and whether that work is in the file."""
     named = [bool(re.search(r"Launch(Cooperative)?Kernel|Mem(cpy|set)\w*Async", name)) for name in trace.names]
-    launching = {index for index, is_launch in enumerate(named) if is_launch}
-    present = set(trace.device.correlation.tolist())
-    pairs = zip(trace.launches.name.tolist(), trace.launches.correlation.tolist(), strict=True)
-    return sum(name in launching and correlation not in present for name, correlation in pairs)
+    launching = np.array([*named, False], np.bool_)[trace.launches.name]
+    return launching, np.isin(trace.launches.correlation, trace.device.correlation)
 
 
 def order_in_time(captures: list[Capture]) -> list[InputError]:

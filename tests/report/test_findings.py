@@ -40,7 +40,7 @@ def test_exposed_communication_by_dimension(tmp_path, compute_us, severity, shar
 
 
 def test_times_of_a_shared_gpu_are_never_grave(tmp_path):
-    write_recording(tmp_path, manifest={"mode": "shared-gpu"})
+    write_recording(tmp_path, manifest={"mode": "shared-gpu"}, steps=4)
     kernels = [("_allgather_base", "mesh_dp_shard", 20, 0, 1000), ("gemm", None, 7, 0, 1)]
     write_kernels(recording.trace_path(tmp_path, 4, 0), kernels)
     (found,) = findings(tmp_path, "mesh_dp_shard")
@@ -156,7 +156,7 @@ def test_what_did_not_end_well_comes_first(tmp_path):
 
 def test_ranks_without_a_trace(tmp_path):
     trace(tmp_path, ("gemm", None, 7, 0, 900))
-    assert findings(tmp_path, "1 of 2 ranks have a trace")
+    assert findings(tmp_path, "1 of 2 ranks has a trace")
 
 
 def test_text_shows_five_and_counts_the_rest(tmp_path, capsys):

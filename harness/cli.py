@@ -5,12 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import json
 import os
 import sys
 from typing import NoReturn, Protocol, cast
 
 from harness import __version__
-from harness.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, MeshscopeError, UsageError
+from harness.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    InputError,
+    MeshscopeError,
+    UsageError,
+    failure_json,
+)
 from harness.text import one_line
 
 # Command -> what `meshscope --help` says. The module is harness.commands.<command>.
@@ -87,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code (see `harness.errors`)."""
     argv = sys.argv[1:] if argv is None else argv
     command = next((word for word in argv if word in COMMANDS), None)
+    args = argparse.Namespace()
     try:
         if "" in argv:  # as a path it would mean the working directory
             raise UsageError("an argument is empty: is a variable of the shell not set?")
@@ -97,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
         return load_command(args.command).run(args)
     except MeshscopeError as error:
         print(f"meshscope {command}: error: {one_line(str(error))}", file=sys.stderr)
+        if isinstance(error, InputError) and getattr(args, "json", False):
+            print(json.dumps(failure_json([error])))
         return error.exit_code
     except BrokenPipeError:
         raise
@@ -104,6 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         place = "" if error.filename is None else f"{error.filename}: "
         reason = one_line(f"{place}{error.strerror or type(error).__name__}")
         print(f"meshscope {command}: error: {reason}", file=sys.stderr)
+        if error.filename is not None and getattr(args, "json", False):
+            print(json.dumps(failure_json([InputError(str(error.filename), error.strerror or type(error).__name__)])))
         return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"meshscope {command}: interrupted", file=sys.stderr)

@@ -7,6 +7,7 @@ the run failed, 4 done but part of the input was missing or unreadable, 5 this m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,8 @@ class InputError(MeshscopeError):
     def to_json(self) -> dict[str, Any]:
         """The `errors` item of every `--json` object."""
         return {"file": self.file, "offset": self.offset, "reason": self.reason}
+
+
+def failure_json(errors: Sequence[InputError]) -> dict[str, Any]:
+    """What `--json` prints where nothing could be read: the keys that the object of every command has."""
+    return {"schema_version": 1, "mode": None, "errors": [error.to_json() for error in errors]}

@@ -321,6 +321,41 @@ def test_reading_commands_say_without_torch_that_nothing_is_there(meshscope, com
     assert "Traceback" not in done.stderr
 
 
+READING = {
+    "report": ("nowhere",),
+    "overlap": ("nowhere",),
+    "memory": ("nowhere",),
+    "ledger": ("--module", "debug", "--config", "tiny", "--against", "nowhere"),
+    "compare": ("nowhere", "nowhere"),
+}
+
+
+@pytest.mark.parametrize("command", READING)
+def test_json_is_an_object_when_nothing_can_be_read_too(meshscope, command):
+    done = meshscope(command, *READING[command], "--json")
+    assert done.returncode == 3, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["schema_version"], said["mode"]) == (1, None)
+    (error,) = said["errors"]
+    assert (error["file"], error["offset"]) == ("nowhere", None)
+    assert error["reason"] in done.stderr
+    assert meshscope(command, *READING[command], "--json", "--frobnicate").stdout == "", "usage errors are not data"
+
+
+def test_compare_prints_an_object_for_files_that_say_nothing(meshscope, tmp_path):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("{}")
+    done = meshscope("compare", "a.json", "b.json", "--json")
+    assert done.returncode == 3
+    assert [error["file"] for error in json.loads(done.stdout)["errors"]] == ["a.json", "b.json"]
+
+
+@pytest.mark.parametrize("command", ["report", "overlap", "memory"])
+def test_reading_commands_take_no_cache(meshscope, command):
+    assert meshscope(command, "nowhere", "--no-cache").returncode == 3
+    assert "no result is cached" in meshscope(command, "--help").stdout
+
+
 def test_overrides_are_taken_out_of_the_command_line_in_order():
     words = ["run", "--out", "a.b", "--x.y", "1", "--x.z=2", "--x.y=-3", "--x.w", "-1", "--out=c.d"]
 

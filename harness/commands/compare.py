@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.compare import METRICS, check, compare_runs, measure, parse_bound
 from harness.compare.text import markdown, render
-from harness.errors import EXIT_FAILED, EXIT_GATE_FAILED
+from harness.errors import EXIT_GATE_FAILED, failure_json
 from harness.sources import report_errors
 
 
@@ -36,8 +36,9 @@ def run(args: argparse.Namespace) -> int:
     a, b = measure(args.a), measure(args.b)
     errors = [*a.errors, *b.errors]
     if not (a.read and b.read):
-        report_errors("compare", errors, read=0)
-        return EXIT_FAILED
+        if args.json:
+            print(json.dumps(failure_json(errors)))
+        return report_errors("compare", errors, read=0)
     comparison = compare_runs(a, b)
     gate = [check(bound, *comparison.values) for bound in bounds]
     if args.json:

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from harness.commands import add_cache_argument, add_json_argument
 from harness.errors import InputError
 from harness.memory.analyse import analyse_sources
 from harness.memory.text import report
@@ -16,7 +17,8 @@ from harness.sources import Sources, find_sources, mode_of, report_errors
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="a snapshot, a trace, a recording, or a folder of them")
     parser.add_argument("--by", choices=("step", "phase", "category", "site"), help="the table to show")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_json_argument(parser)
+    add_cache_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.commands import add_cache_argument, add_json_argument
 from harness.errors import InputError, UsageError
 from harness.sources import find_sources, report_errors
 from harness.text import printable
@@ -23,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="a trace, a recording, or a folder of traces")
     parser.add_argument("--by", choices=sorted(LEVELS), help="what the text lists; --json always holds everything")
     parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, times in integer ns")
-    parser.add_argument("--no-cache", action="store_true", help="neither read nor write a cache")
+    add_json_argument(parser)
+    add_cache_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from harness.commands import add_cache_argument, add_json_argument
 from harness.errors import InputError
 from harness.recording import atomic_path
 from harness.report import Report, build
@@ -19,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="also write the report as one HTML file, with pictures"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, bytes and ns as integers")
+    add_json_argument(parser)
+    add_cache_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

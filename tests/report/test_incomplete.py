@@ -53,6 +53,14 @@ def test_overlap_says_that_a_step_is_incomplete(tmp_path, capsys):
     assert "note (rank 0): step 1 is incomplete (no finished row in steps/)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("of", "shown"), [([], "no complete step"), (["--per-rank"], "1 (incomplete)")])
+def test_incomplete_steps_are_in_no_mean_over_ranks(tmp_path, capsys, of, shown):
+    interrupted(tmp_path)
+    write_trace(tmp_path, 1, [("all_gather", 1, 64)])
+    assert main(["overlap", str(tmp_path), "--by", "step", *of]) == 0
+    assert shown in capsys.readouterr().out
+
+
 def two_steps(directory: Path, rows: int) -> Path:
     """Step 0 communicates 2 µs in a whole trace, step 1 only begins to; rows say which of them ended."""
     write_recording(directory, config=to_dict(CONFIG), ranks=1, world_size=1, steps=rows)

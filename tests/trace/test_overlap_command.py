@@ -53,6 +53,45 @@ def test_text(run: Path, capsys: pytest.CaptureFixture[str], by: str, words: lis
     assert out.isascii()
 
 
+def rows(text: str, title: str) -> list[list[str]]:
+    """The table under a title, its cells split at two spaces."""
+    lines = text[text.index(title) :].split("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip().split("  ") if cell.strip()] for line in lines if line[0] == " "]
+
+
+def test_by_shows_means_over_ranks_and_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, computes in ((0, 40), (1, 20)):
+        events = [
+            step(4, 0, 100),
+            launch(10, 1),
+            launch(11, 2),
+            nccl("AllGather", 20, 20 + 40 * rank, correlation=1, **group("1", "mesh_dp", [0, 1], "_allgather_base")),
+            kernel("gemm", 30, computes, correlation=2),
+        ]
+        write(tmp_path / f"rank{rank}_trace.json", events, rank=rank)
+    assert main(["overlap", str(tmp_path), "--by", "collective"]) == 0
+    # Rank 0: 20 us of which 10 hidden; rank 1: 60 us of which 20 hidden.
+    assert rows(capsys.readouterr().out, "Collectives") == [
+        ["dimension", "kind", "ranks", "count", "overlap", "comm", "overlapped", "exposed"],
+        ["mesh_dp", "all_gather", "2", "1", "33.33 to 50.00 %", "0.040", "0.015", "0.025"],
+    ]
+    assert main(["overlap", str(tmp_path), "--by", "dimension", "--per-rank"]) == 0
+    assert rows(capsys.readouterr().out, "Parallel dimensions") == [
+        ["rank", "dimension", "overlap", "comm", "overlapped", "exposed"],
+        ["0", "mesh_dp", "50.00 %", "0.020", "0.010", "0.010"],
+        ["1", "mesh_dp", "33.33 %", "0.060", "0.020", "0.040"],
+    ]
+    assert main(["overlap", str(tmp_path), "--by", "step", "--rank", "1"]) == 0
+    out = capsys.readouterr().out
+    assert rows(out, "Steps, rule launch")[1] == [
+        "1",
+        "4",
+        "33.33 %",
+        *["0.060", "0.020", "0.040", "0.020", "0.000", "0.000", "0.060"],
+    ]
+    assert "Across 2 ranks: 1 collective matched" in out, "all ranks that have a trace"
+
+
 def test_one_rank(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overlap", str(run), "--rank", "1", "--json"]) == 0
     assert [entry["rank"] for entry in json.loads(capsys.readouterr().out)["ranks"]] == [1]

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from harness.errors import InputError
+from harness.schema import checked_manifest, checked_rank, checked_rows, missing_rank_errors
 
 SCHEMA_VERSION = 1
 
@@ -148,7 +150,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object; raises `InputError` if it is missing or is not one."""
     try:
-        value: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        value: dict[str, Any] = msgspec.json.decode(_read_file(path), type=dict[str, Any])
     except FileNotFoundError:
         raise InputError(path, "is missing") from None
     except OSError as error:
@@ -156,6 +158,13 @@ def read_json(path: Path) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise InputError(path, f"is not a JSON object: {error}") from None
     return value
+
+
+def _read_file(path: Path) -> bytes:
+    """Raises OSError, and `InputError` for a pipe or a device, which have no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise InputError(path, "is not a regular file")
+    return path.read_bytes()
 
 
 def merge_manifest(directory: Path, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +217,9 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
     reported at its offset, as is any other line that is not a JSON object.
     """
     try:
-        data = path.read_bytes()
+        data = _read_file(path)
+    except InputError as error:
+        return [], [error]
     except FileNotFoundError:
         return [], [InputError(path, "is missing")]
     except OSError as error:
@@ -234,9 +245,10 @@ def read_ranks(directory: Path) -> tuple[dict[int, dict[str, Any]], list[InputEr
     """Rank -> its ranks/rank{r}.json, and those that could not be read."""
     ranks: dict[int, dict[str, Any]] = {}
     errors: list[InputError] = []
-    for rank, path in _by_rank(directory / "ranks", r"rank(\d+)\.json"):
+    for rank, path in _by_rank(directory / "ranks", r"rank(\d{1,6})\.json"):
         try:
-            ranks[rank] = read_json(path)
+            ranks[rank], wrong = checked_rank(path, read_json(path))
+            errors += wrong
         except InputError as error:
             errors.append(error)
     return ranks, errors
@@ -295,6 +307,8 @@ def read_recording(directory: str | Path) -> Recording:
         manifest = read_json(manifest_path(directory))
     except InputError as error:
         errors.append(error)
+    manifest, wrong = checked_manifest(manifest_path(directory), manifest)
+    errors += wrong
     version = manifest.get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         raise InputError(
@@ -307,15 +321,16 @@ def read_recording(directory: str | Path) -> Recording:
         errors.append(error)
 
     steps: dict[int, list[dict[str, Any]]] = {}
-    for rank, path in _by_rank(directory / "steps", r"rank(\d+)\.jsonl"):
-        steps[rank], row_errors = read_jsonl(path)
-        errors += row_errors
+    for rank, path in _by_rank(directory / "steps", r"rank(\d{1,6})\.jsonl"):
+        rows, row_errors = read_jsonl(path)
+        steps[rank], wrong = checked_rows(path, rows)
+        errors += row_errors + wrong
     ranks, rank_errors = read_ranks(directory)
     errors += rank_errors
 
     expected = manifest.get("recorded_ranks") or range(manifest.get("world_size") or 0)
     missing = sorted(rank for rank in expected if not steps.get(rank))
-    errors += [InputError(steps_path(directory, rank), "has no step: this rank is missing") for rank in missing]
+    errors += missing_rank_errors(missing, lambda rank: steps_path(directory, rank))
     return Recording(
         directory=directory,
         manifest=manifest,

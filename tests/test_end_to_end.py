@@ -128,16 +128,17 @@ def test_recorded_collectives_are_exactly_the_ledgers(recorded, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_predicted_cpu_peak_is_what_the_storages_reach(recorded, name):
-    """gloo's thread lets go of what it gathered when it next runs, on a busy machine after the peak (3 of 96 steps)."""
+    """The lower of two tracked steps: on a busy machine gloo's thread may let go of what it gathered only after the
+    peak (seen in 3 of 96 steps), which adds to a step what is not the trainer's."""
     report = recorded(name)
     assert len(report.prediction.ranks) == configuration(name).world_size
     for rank in report.prediction.ranks:
-        measured = rank.measured_peak_allocated_bytes
-        assert measured is not None
-        late = sum(entry.bytes for entry in rank.entries if entry.category == "all-gather output")
-        over = measured - rank.peak_allocated_bytes
-        tolerance = measured * PEAK_TOLERANCE_PCT / 100
-        assert -tolerance < over < tolerance + late, (name, rank.rank, rank.error_pct)
+        rows = [row for row in report.recording.steps[rank.rank] if row["memory_source"] == "tensor_storages"]
+        assert [row["step"] for row in rows] == [1, 2]
+        measured = min(row["peak_allocated_bytes"] for row in rows)
+        error_pct = 100 * (rank.peak_allocated_bytes - measured) / measured
+        assert abs(error_pct) < PEAK_TOLERANCE_PCT, (name, rank.rank, error_pct)
+        assert rank.measured_peak_allocated_bytes == max(row["peak_allocated_bytes"] for row in rows)
 
 
 def test_a_recording_says_what_ran_and_how_it_ended(recorded):

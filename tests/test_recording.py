@@ -1,6 +1,7 @@
 """A recording is readable while it is written, after a crash, and with ranks missing; each is stated."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,36 @@ def test_names_are_torchtitans() -> None:
     assert str(recording.snapshot_path(d, 4, 1)) == f"{snapshots}/step_000000000004/000001_step_4.pickle"
     at_exit = recording.snapshot_path(d, 4, 1, at_exit=True)
     assert str(at_exit) == f"{snapshots}/step_000000000004_exit/000001_step_4.pickle"
+
+
+@pytest.mark.parametrize("name", ["status.json", "steps/rank0.jsonl", "ranks/rank0.json"])
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, name: str) -> None:
+    recording.merge_manifest(tmp_path, {"mode": "cpu", "world_size": 1})
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    read = recording.read_recording(tmp_path)
+    assert next(error.reason for error in read.errors if error.file == str(path)) == "is not a regular file"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "row"),
+    [
+        ({"recorded_ranks": -1.0}, {}),
+        ({"recorded_ranks": [[1]]}, {}),
+        ({"versions": 1}, {}),
+        ({}, {"step": "x"}),
+        ({}, {"memory_source": []}),
+        ({}, {"peak_allocated_bytes": 10**400}),
+    ],
+)
+def test_values_of_the_wrong_type_are_named_and_left_out(tmp_path: Path, manifest: dict, row: dict) -> None:
+    recording.merge_manifest(tmp_path, {"mode": "cpu", "world_size": 1})
+    text = json.loads((tmp_path / "manifest.json").read_text()) | manifest
+    (tmp_path / "manifest.json").write_text(json.dumps(text))
+    path = recording.steps_path(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"step": 0, "wall_ns": 5} | row) + "\n")
+    read = recording.read_recording(tmp_path)
+    assert read.errors
+    assert all("\n" not in error.reason for error in read.errors)

@@ -7,7 +7,6 @@ unknown start is left.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from harness.memory.ranges import step_of_range
 from harness.memory.replay import Int64
 from harness.memory.steps import RangePeaks
+from harness.trace.events import MAX_US
 from harness.trace.stream import EventStream
 
 _CPU = 0  # `Device Type`: 0 CPU, 1 CUDA, 6 HIP
@@ -83,7 +83,7 @@ def read_trace_memory(path: Path) -> TraceMemory:
                 dropped += not _keep(event, events)
             elif event.ph == "X" and isinstance(event.name, str) and _is_host(event.cat):
                 step = step_of_range(event.name)
-                if step is not None and _finite(event.ts) and _finite(event.dur):
+                if step is not None and _is_time(event.ts) and _is_time(event.dur):
                     window = windows.setdefault(step, [event.ts, event.ts + event.dur])
                     window[:] = [min(window[0], event.ts), max(window[1], event.ts + event.dur)]
     devices = [_columns(device, rows) for device, rows in sorted(events.items())]
@@ -95,7 +95,7 @@ def read_trace_memory(path: Path) -> TraceMemory:
 
 def _keep(event: _Event, events: dict[int, list[tuple[float, int, int | None, int | None]]]) -> bool:
     args = event.args
-    if not isinstance(args, dict) or not _finite(event.ts):
+    if not isinstance(args, dict) or not _is_time(event.ts):
         return False
     device, kind, size = args.get("Device Id"), args.get("Device Type"), args.get("Bytes")
     if type(kind) is not int or type(device) is not int or type(size) is not int:
@@ -110,8 +110,9 @@ def _total(args: dict[str, Any], name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _finite(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+def _is_time(value: object) -> bool:
+    """A number that can be a time in µs: not NaN, not infinite, no integer that a double cannot hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_US
 
 
 def _is_host(category: object) -> bool:

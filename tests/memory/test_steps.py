@@ -206,6 +206,13 @@ def test_memory_events_of_a_trace(tmp_path: Path) -> None:
     assert any("1 memory events" in note for note in entry["notes"])
 
 
+@pytest.mark.parametrize("ts", [10**40, -(10**40), 2.0**60])
+def test_a_time_that_no_clock_has_is_dropped(tmp_path: Path, ts: float) -> None:
+    memory = read_trace_memory(trace(tmp_path / "t.json", memory_event(ts, 9, 9), memory_event(1, 4, 4)))
+    assert memory.dropped == 1
+    assert memory.devices[0].allocated.tolist() == [4]
+
+
 def test_memory_events_without_totals_are_relative(tmp_path: Path) -> None:
     path = trace(
         tmp_path / "t.json", memory_event(1, -300, None), memory_event(0, 1000, None), memory_event(2, 100, None)

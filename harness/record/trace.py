@@ -53,6 +53,9 @@ class TraceWindow:
             self._profiler = profiler
         if step == window.start and self._profiler is not None:
             profiler, self._profiler = self._profiler, None
+            if ProfilerActivity.CUDA in self._activities:
+                # Else the device is still at the step before, whose kernels would be in the trace without a launch.
+                torch.cuda.synchronize()
             with _one_cycle():
                 profiler.start_trace()
             self._profiler = profiler

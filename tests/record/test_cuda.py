@@ -203,7 +203,10 @@ def test_trace_has_kernels_inside_the_recorders_steps(tmp_path: Path) -> None:
         trace = json.load(file)
     assert trace["distributedInfo"]["rank"] == 0
     events = trace["traceEvents"]
-    assert any(e.get("cat") == "kernel" for e in events)
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    launched = {e["args"]["correlation"] for e in events if e.get("cat") == "cuda_runtime"}
+    assert kernels
+    assert all(e["args"]["correlation"] in launched for e in kernels), "a kernel of the step before is in the trace"
     names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
     assert {"ProfilerStep#2", "ProfilerStep#3", "forward"} <= names
     assert not {"ProfilerStep#1", "ProfilerStep#4"} & names

@@ -204,7 +204,7 @@ def test_trace_has_kernels_inside_the_recorders_steps(tmp_path: Path) -> None:
     assert trace["distributedInfo"]["rank"] == 0
     events = trace["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
-    launched = {e["args"]["correlation"] for e in events if e.get("cat") == "cuda_runtime"}
+    launched = {e["args"]["correlation"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
     assert kernels
     assert all(e["args"]["correlation"] in launched for e in kernels), "a kernel of the step before is in the trace"
     names = {e["name"] for e in events if e.get("cat") == "user_annotation"}

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import site
+import socket
 import subprocess
 import sys
 import threading
@@ -152,6 +153,7 @@ def _write_plan(
             "argv": masked_arguments(sys.argv),
             "launcher": {
                 "pid": os.getpid(),
+                "host": socket.gethostname(),
                 "command": list(command),
                 "omp_num_threads": environment["OMP_NUM_THREADS"],
             },

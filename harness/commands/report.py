@@ -25,13 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exits 3 if nothing was readable, 4 if part of the input was not."""
+    """Exits 3 if nothing was readable or measured (of a recording its state is said all the same), 4 if part of the
+    input was not."""
     report = build(args.path)
-    if args.html is not None and report.read:
+    if args.html is not None and (report.read or report.recording):
         write_html(report, args.html)
     if args.json:
         print(json.dumps(report.to_json(), allow_nan=False))
-    elif report.read:
+    elif report.read or report.recording:
         print(render(report))
     return report_errors("report", report.errors, read=report.read)
 

@@ -18,6 +18,7 @@ from harness.compare.gate import Bound, GateResult, check, parse_bound
 from harness.compare.measured import Measured, measure
 from harness.compare.metrics import METRICS, Value, run_metrics
 from harness.compare.runs import Comparison, compare_runs
+from harness.compare.standing import Standing, standing
 
 __all__ = [
     "METRICS",
@@ -26,6 +27,7 @@ __all__ = [
     "Comparison",
     "GateResult",
     "Measured",
+    "Standing",
     "Value",
     "axis_of",
     "check",
@@ -38,5 +40,6 @@ __all__ = [
     "recorded_target",
     "require_same",
     "run_metrics",
+    "standing",
     "steady_peaks",
 ]

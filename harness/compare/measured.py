@@ -8,9 +8,10 @@ from typing import Any
 
 from harness import memory
 from harness.compare.against_ledger import config_errors
+from harness.compare.standing import Standing, standing
 from harness.compare.steps import by_rank, by_step
 from harness.errors import InputError
-from harness.recording import Recording, is_recording, read_recording
+from harness.recording import Recording, is_recording, read_recording, steps_path
 from harness.sources import Sources, find_sources
 from harness.trace import Capture, analyse_captures, complete, read_captures
 
@@ -25,6 +26,7 @@ class Measured:
     path: Path
     mode: str
     recording: Recording | None = None
+    standing: Standing | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
@@ -46,19 +48,21 @@ class Measured:
 def measure(path: Path) -> Measured:
     """Reads a recording, a folder of traces and snapshots, or one file.
 
-    Raises `InputError` if there is nothing to read; files that cannot be read are in `errors`.
+    Raises `InputError` if there is nothing to read; files that cannot be read are in `errors`. A recording in which
+    nothing was measured is returned, with its `standing` and an error that says it.
     """
     recording = read_recording(path) if path.is_dir() and is_recording(path) else None
     try:
         sources = find_sources(path)
     except InputError:
-        # A recording whose windows never opened, or that has just begun, has step rows only.
-        if recording is None or not any(recording.steps.values()):
+        # A recording whose windows never opened, or that has just begun, has step rows at most.
+        if recording is None:
             raise
         sources = Sources(root=path, recording=True, mode=recording.mode or "imported")
     found = Measured(path=path, mode=sources.mode, recording=recording)
     if recording is not None:
-        found.errors += recording.errors + config_errors(recording)
+        found.standing = standing(recording)
+        found.errors += recording_errors(recording, found.standing) + config_errors(recording)
         found.steps = by_step(recording)
         found.ranks = by_rank(recording, found.steps)
     errors = sources.errors
@@ -77,6 +81,15 @@ def measure(path: Path) -> Measured:
         found.errors += found.snapshots.errors
     found.errors = unique(found.errors)
     return found
+
+
+def recording_errors(recording: Recording, stands: Standing) -> list[InputError]:
+    """What could not be read. Where no rank has a step, one line says why instead of one for each rank."""
+    if not stands.before_first_step:
+        return recording.errors
+    rows = {str(steps_path(recording.directory, rank)) for rank in recording.missing_ranks}
+    others = [error for error in recording.errors if error.file not in rows or error.offset is not None]
+    return [InputError(recording.directory, "; ".join([stands.headline(), *stands.details()])), *others]
 
 
 def unique(errors: list[InputError]) -> list[InputError]:

@@ -55,10 +55,13 @@ def by_step(recording: Recording) -> list[dict[str, Any]]:
 
 
 def by_rank(recording: Recording, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One item per rank: the median time of its plain steps (see `by_step`), its highest peaks and those by phase."""
+    """One item per rank that has a step: the median time of its plain steps (see `by_step`), its highest peaks and
+    those by phase."""
     plain = {item["step"] for item in steps if item["plain"]}
     items = []
     for rank, rows in sorted(recording.steps.items()):
+        if not rows:
+            continue
         walls = [wall for row in rows if row.get("step") in plain and (wall := whole(row, "wall_ns"))]
         phases: dict[str, int] = {}
         for row in rows:

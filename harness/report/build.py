@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import compare
-from harness.compare import Measured, Value, measure, run_metrics
+from harness.compare import Measured, Standing, Value, measure, run_metrics
 from harness.config import Trainer
 from harness.errors import InputError, UsageError
 from harness.ledger import Prediction, predict
@@ -49,6 +49,10 @@ class Report:
     @property
     def recording(self) -> Recording | None:
         return self.measured.recording
+
+    @property
+    def standing(self) -> Standing | None:
+        return self.measured.standing
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -97,12 +101,11 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The object of `meshscope report --json`; bytes and nanoseconds are integers, unknown is null."""
-        status = self.recording.status if self.recording else None
         return {
             "schema_version": SCHEMA_VERSION,
             "mode": self.mode,
             "path": str(self.path),
-            "status": {"state": status.state, "reason": status.reason} if status else None,
+            "status": self.standing.to_json() if self.standing else None,
             "missing_ranks": self.recording.missing_ranks if self.recording else [],
             "metrics": {name: value.value for name, value in self.metrics.items()},
             "findings": [asdict(finding) for finding in self.findings],

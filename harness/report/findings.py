@@ -36,17 +36,17 @@ def find(report: Report) -> list[Finding]:
 
 def run_state(report: Report) -> Iterator[Finding]:
     """A run that did not end well, and ranks or files that are not there."""
-    recording = report.recording
-    if recording is not None and recording.status is not None and recording.status.state in ("failed", "invalid"):
+    recording, stands = report.recording, report.standing
+    if recording is not None and stands is not None and (stands.abandoned or stands.state in ("failed", "invalid")):
+        figures = "nothing was measured" if stands.before_first_step else "figures are those of the steps before"
         yield Finding(
             severity="high",
-            title=f"The run {'failed' if recording.status.state == 'failed' else 'is invalid'}: "
-            f"{recording.status.reason}",
+            title={"failed": "The run ", "invalid": "The run is "}.get(str(stands.state), "") + stands.headline(),
             evidence={"steps": len(report.steps)},
             where=ranks_text(list(recording.failed_ranks)) if recording.failed_ranks else "the run",
-            advice="logs/ holds the output of each rank; figures are those of the steps before.",
+            advice=f"logs/ holds the output of each rank; {figures}.",
         )
-    if recording is not None and recording.missing_ranks:
+    if recording is not None and recording.missing_ranks and stands is not None and not stands.before_first_step:
         missing: list[int | None] = [*recording.missing_ranks]
         yield Finding(
             severity="high",

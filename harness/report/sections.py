@@ -42,7 +42,8 @@ def head(report: Report) -> list[Html]:
     recording = report.recording
     badges = [f"mode {report.mode}"]
     if recording is not None and recording.status is not None:
-        badges.append(recording.status.state)
+        abandoned = report.standing is not None and report.standing.abandoned
+        badges.append(f"{recording.status.state}{', abandoned' if abandoned else ''}")
     if report.ranks:
         badges.append(f"{counted(len(report.ranks), 'rank')}, {counted(len(report.steps), 'step')}")
     if recording is not None and (names := devices(recording.ranks.values())):
@@ -107,8 +108,8 @@ def run(report: Report) -> list[Html]:
     rows.append(("peak of the device", manifest.get("peak_tflops_source")))
     argv = manifest.get("argv")
     rows.append(("command", " ".join(map(str, argv)) if isinstance(argv, list) else None))
-    if recording.status is not None:
-        rows.append(("state", " ".join(filter(None, (recording.status.state, recording.status.reason)))))
+    if report.standing is not None:
+        rows.append(("state", "; ".join([report.standing.headline(), *report.standing.details()])))
     rows.append(("ranks without a step", in_ranges(recording.missing_ranks) or "none"))
     body = [[name, "not recorded" if value is None else str(value)] for name, value in rows]
     return [tag("div", table(["", ""], body), class_="key")]

@@ -37,7 +37,10 @@ MEMORY_SOURCES = {
 
 
 def render(report: Report) -> str:
-    """The whole text; sections without input are left out, what is missing is said."""
+    """The whole text; sections without input are left out, what is missing is said. Of a recording in which nothing
+    was measured only its head."""
+    if not report.read:
+        return "\n".join(map(printable, _head(report)))
     sections = [
         _head(report),
         _findings(report),
@@ -65,10 +68,10 @@ def _head(report: Report) -> Iterator[str]:
     devices = {str((rank.get("device") or {}).get("name")) for rank in recording.ranks.values()}
     if known or devices:
         yield "  " + ", ".join(known + sorted(devices))
-    if recording.status is not None:
-        reason = f": {recording.status.reason}" if recording.status.reason else ""
-        yield f"  {recording.status.state}{reason}"
-    if recording.missing_ranks:
+    if report.standing is not None:
+        yield f"  {report.standing.headline()}"
+        yield from (f"  {line}" for line in report.standing.details())
+    if recording.missing_ranks and report.read:
         yield f"  without a step: rank {in_ranges(recording.missing_ranks)}"
 
 

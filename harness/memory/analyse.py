@@ -9,27 +9,39 @@ from typing import Any
 from harness.errors import InputError
 from harness.memory.device import DeviceSummary, analyse_device, device_json, summarise, trace_device_json
 from harness.memory.snapshot import Snapshot, read_snapshot
-from harness.memory.steps import RangePeaks, phase_peaks, recorded_peaks, recorded_phases, step_peaks
+from harness.memory.steps import (
+    RangePeaks,
+    phase_peaks,
+    recorded_composition,
+    recorded_peaks,
+    recorded_phases,
+    step_peaks,
+)
 from harness.memory.trace_events import TraceMemory, read_trace_memory
 from harness.recording import is_recording, read_recording
 from harness.sources import SourceFile, Sources
+from harness.text import counted
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(slots=True)
 class Analysis:
-    """What was read from a path: `files` are the JSON items, the rest what text, report and dashboard draw from."""
+    """What was read from a path: `files` are the JSON items, the rest what text, report and dashboard draw from.
+
+    `compositions`: what the allocated peak of a rank's step consists of, where its row says so (CPU).
+    """
 
     mode: str
     files: list[dict[str, Any]] = field(default_factory=list)
     devices: list[tuple[SourceFile, DeviceSummary]] = field(default_factory=list)
     steps: dict[tuple[int | None, int], RangePeaks] = field(default_factory=dict)
     phases: dict[tuple[int | None, str], RangePeaks] = field(default_factory=dict)
+    compositions: dict[tuple[int | None, int], list[dict[str, Any]]] = field(default_factory=dict)
     errors: list[InputError] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The `memory --json` object."""
+        """The `memory --json` object; a step has a `peak_composition` where its row states one."""
         return {
             "schema_version": SCHEMA_VERSION,
             "mode": self.mode,
@@ -42,6 +54,7 @@ class Analysis:
                     "peak_active_bytes": peaks.active_bytes,
                     "peak_reserved_bytes": peaks.reserved_bytes,
                 }
+                | ({"peak_composition": self.compositions[rank, step]} if (rank, step) in self.compositions else {})
                 for (rank, step), peaks in sorted(self.steps.items(), key=lambda item: (item[0][0] or 0, item[0][1]))
             ],
             "errors": [error.to_json() for error in self.errors],
@@ -74,6 +87,7 @@ def analyse_sources(sources: Sources) -> Analysis:
         with_snapshot.add(source.rank)
         _add_snapshot(source, snapshot, analysis, with_steps=source.rank not in stepped)
     captured: dict[tuple[int, int], Path] = {}
+    silent = 0
     for source in sources.traces:
         if source.rank is not None and source.rank in with_snapshot:
             continue
@@ -84,10 +98,21 @@ def analyse_sources(sources: Sources) -> Analysis:
             continue
         if memory.devices:
             _add_trace(source, memory, analysis, stepped, captured)
-    if not (analysis.files or analysis.steps or analysis.errors):
-        reason = "holds no memory data: no snapshot, no step rows and no [memory] events (profile_memory=True)"
-        analysis.errors.append(InputError(sources.root, reason))
+        silent += not memory.devices
+    if not (analysis.files or analysis.steps):
+        analysis.errors += _nothing_found(sources, silent, failed=bool(analysis.errors))
     return analysis
+
+
+def _nothing_found(sources: Sources, silent: int, *, failed: bool) -> list[InputError]:
+    """Says that what was read, `silent` traces among it, holds no memory data; nothing if all that is there failed."""
+    if failed and not silent:
+        return []
+    traces = f"{counted(silent, 'trace')} without [memory] events (profile_memory=True)" if silent else "no trace"
+    rows = "no step row that states an allocated peak" if sources.recording else "no step rows"
+    if failed:
+        return [InputError(sources.root, f"what else is there holds no memory data: {traces}")]
+    return [InputError(sources.root, f"holds no memory data: no snapshot, {rows} and {traces}")]
 
 
 def _report_doubles(files: list[SourceFile], errors: list[InputError]) -> None:
@@ -117,6 +142,8 @@ def _add_step_rows(root: Path, analysis: Analysis) -> set[int | None]:
                 continue
             ranks.add(rank)
             _merge(analysis.steps, (rank, step), peaks)
+            if (composition := recorded_composition(row)) is not None:
+                analysis.compositions[rank, step] = composition
             for phase, phase_peaks_ in recorded_phases(row).items():
                 _merge(analysis.phases, (rank, phase), phase_peaks_)
     return ranks

@@ -16,7 +16,7 @@ from typing import Literal
 
 from harness.memory.frames import has_python_frames, stack_text
 from harness.memory.replay import BlockLife
-from harness.memory.snapshot import printable
+from harness.text import printable
 
 PRE_WINDOW = "pre_window"
 BACKWARD = "backward"

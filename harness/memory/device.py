@@ -12,7 +12,7 @@ from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, 
 from harness.memory.snapshot import Action, Device
 from harness.memory.stacking import Stacking, measure_stacking
 from harness.memory.trace_events import DeviceEvents
-from harness.text import size
+from harness.text import counted, size
 
 UNITS_NOTE = (
     "base and the allocated and active peaks are in requested bytes (a history records no others); "
@@ -130,8 +130,14 @@ def _notes(item: DeviceAnalysis) -> list[str]:
                 f"the history begins with {size(timeline.base_allocated)} allocated and "
                 f"{size(timeline.base_reserved)} reserved: what was before it, higher peaks too, is not in it"
             )
+        pending = timeline.base_active - timeline.base_allocated
+        if pending > 0 and records_requests(history):
+            notes.append(
+                f"{size(pending)} were pending when the history began, freed before it and not reusable yet: part of "
+                "active, but what is pending at an allocation is only the part that was left at one in the history"
+            )
         if lives.unknown_frees:
-            notes.append(f"{lives.unknown_frees} frees are of blocks allocated before the history")
+            notes.append(f"{counted(lives.unknown_frees, 'free')} of blocks allocated before the history")
         if not records_requests(history):
             notes.append("no free requests are recorded: allocated follows completed frees, stacking is unknown")
         if history.time_us is None:
@@ -143,7 +149,7 @@ def _notes(item: DeviceAnalysis) -> list[str]:
     private = [segment.total_size for segment in device.segments if segment.private_pool]
     if private:
         notes.append(
-            f"{len(private)} segments ({size(sum(private))}) are in private pools (CUDA graphs, MemPool): "
+            f"{counted(len(private), 'segment')} ({size(sum(private))}) in private pools (CUDA graphs, MemPool): "
             "replaying a graph records no events"
         )
     if any(segment.expandable for segment in device.segments) or Action.SEGMENT_MAP in history.action:
@@ -156,9 +162,13 @@ def _contradictions(timeline: Timeline, lives: Lives) -> list[str]:
     if min(timeline.base_allocated, timeline.base_active, timeline.base_reserved) < 0:
         found.append("the level before the history comes out negative: its events and the final segments disagree")
     if lives.unfreed_reuses:
-        found.append(f"{lives.unfreed_reuses} allocations are of an address that was not freed: frees are missing")
+        found.append(
+            f"{counted(lives.unfreed_reuses, 'allocation')} of an address that was not freed: frees are missing"
+        )
     if lives.missing_at_end:
-        found.append(f"{lives.missing_at_end} blocks never freed in the history are not in the final segments")
+        found.append(
+            f"{counted(lives.missing_at_end, 'block')} never freed in the history, and not in the final segments"
+        )
     return found
 
 
@@ -169,12 +179,12 @@ def trace_device_json(events: DeviceEvents, dropped: int = 0) -> dict[str, Any]:
     """
     notes = ["from the trace's [memory] events: allocated and reserved as the allocator counts them (rounded)"]
     if dropped:
-        notes.append(f"{dropped} memory events of this file are malformed and left out")
+        notes.append(f"{counted(dropped, 'memory event')} of this file left out: malformed")
     known = len(events.allocated) > 0
     base = int(events.allocated[0]) - events.change_of_first_total if known else None
     if events.without_total:
         notes.append(
-            f"{events.without_total} events state no total: absolute peaks n/a for them; relative peak "
+            f"{counted(events.without_total, 'event')} without a total: absolute peaks n/a for them; relative peak "
             f"{events.relative_peak_bytes} B above the level at the start"
         )
     has_reserved = known and events.has_reserved

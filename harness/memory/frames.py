@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from harness.memory.snapshot import Frames, printable
+from harness.memory.snapshot import Frames
+from harness.text import printable
 
 NO_STACK = "(no stack recorded)"
 BEFORE_HISTORY = "(allocated before the history)"

@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.errors import InputError
 from harness.memory.unpickle import load_plain_pickle
+from harness.text import printable
 
 Frame = dict[str, Any]
 Frames = Sequence[Frame]
@@ -180,11 +181,6 @@ def parse_snapshot(content: Any) -> Snapshot:
         for index in sorted(segments.keys() | histories.keys())
     ]
     return Snapshot(devices, annotations)
-
-
-def printable(text: str) -> str:
-    """`text` from a stranger's file, fit for one line of a terminal."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _items(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

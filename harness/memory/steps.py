@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from harness.memory.categories import labels_of
@@ -113,6 +114,20 @@ def recorded_phases(row: Mapping[str, Any]) -> dict[str, RangePeaks]:
     if not isinstance(phases, Mapping):
         return {}
     return {str(name): recorded_peaks(values) for name, values in phases.items() if isinstance(values, Mapping)}
+
+
+def recorded_composition(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """[{category, bytes}] of the row's allocated peak; None where it states none, or something else."""
+    try:
+        shares = msgspec.convert(row.get("peak_composition"), list[_Share] | None)
+    except msgspec.ValidationError:
+        return None
+    return None if shares is None else [msgspec.to_builtins(share) for share in shares]
+
+
+class _Share(msgspec.Struct, frozen=True):
+    category: str
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 def _whole(value: object) -> int | None:

@@ -9,16 +9,18 @@ from harness.memory.analyse import Analysis
 from harness.memory.composition import Share
 from harness.memory.device import DeviceSummary
 from harness.memory.steps import RangePeaks
-from harness.text import size
+from harness.text import counted, size, table
 
 By = Literal["step", "phase", "category", "site"]
 _SITES_SHOWN = 10
+_RANKS_SHOWN = 8
 
 
 def report(analysis: Analysis, by: By | None) -> str:
-    """The whole text: sizes as `harness.text.size` writes them, n/a where a value is unknown."""
+    """The whole text: sizes as `harness.text.size` writes them, n/a where a value is unknown, each note once."""
     replayed = {(str(source.path), item.index): item for source, item in analysis.devices}
     lines: list[str] = []
+    notes: dict[str, list[str]] = {}
     for file in analysis.files:
         rank = "rank unknown" if file["rank"] is None else f"rank {file['rank']}"
         lines += [f"{file['file']}  ({rank}, {analysis.mode})"]
@@ -26,15 +28,62 @@ def report(analysis: Analysis, by: By | None) -> str:
             lines += ["  holds neither segments nor events"]
         for device in file["devices"]:
             lines += _device_lines(device, replayed.get((file["file"], device["device"])), by)
+            for note in device["notes"]:
+                notes.setdefault(note, []).append("?" if file["rank"] is None else str(file["rank"]))
         lines += [""]
+    if notes:
+        lines += [*_notes(notes, sum(len(file["devices"]) for file in analysis.files)), ""]
+    if by in (None, "category"):
+        lines += _recorded_categories(analysis)
     if by in (None, "step"):
         lines += _range_table("peaks per step", "step", [(r, str(s), p) for (r, s), p in analysis.steps.items()])
     if by in (None, "phase"):
         rows = [(rank, phase, peaks) for (rank, phase), peaks in analysis.phases.items()]
         lines += _range_table("peaks per phase", "phase", rows)
-    if by in ("step", "phase") and not (analysis.steps if by == "step" else analysis.phases):
-        lines += [f"no {by} is named in this input"]
+    lines += _missing(analysis, by)
     return "\n".join(lines).rstrip()
+
+
+def _missing(analysis: Analysis, by: By | None) -> Iterator[str]:
+    """Says that what `by` asks for is not there, and what would state it."""
+    replayed = any(item.timeline is not None for _, item in analysis.devices)
+    if by in ("step", "phase") and not (analysis.steps if by == "step" else analysis.phases):
+        yield f"no {by} is named in this input"
+    if by == "category" and not (replayed or analysis.compositions):
+        yield "no category is known: neither an allocator snapshot with a history nor a tracked step row is there"
+    if by == "site" and not replayed:
+        yield "no allocation site is known: only allocator snapshots with a history (CUDA) tell where memory came from"
+
+
+def _notes(notes: dict[str, list[str]], devices: int) -> Iterator[str]:
+    """Each note once; with the ranks that it is about where there are several devices."""
+    for note, ranks in notes.items():
+        where = "all" if len(ranks) == devices else f"rank {', '.join(dict.fromkeys(ranks))}"
+        yield f"note: {note}" if devices == 1 else f"note ({where}): {note}"
+
+
+def _recorded_categories(analysis: Analysis) -> Iterator[str]:
+    """What step rows say of each rank's highest peak, ranks beside each other."""
+    highest: dict[int | None, int] = {}
+    for rank, step in analysis.compositions:
+        peak = analysis.steps[rank, step].allocated_bytes or 0
+        if rank not in highest or peak > (analysis.steps[rank, highest[rank]].allocated_bytes or 0):
+            highest[rank] = step
+    if not highest:
+        return
+    shown = list(highest.items())[:_RANKS_SHOWN]
+    shares = {rank: {i["category"]: i["bytes"] for i in analysis.compositions[rank, step]} for rank, step in shown}
+    names = sorted({name for found in shares.values() for name in found}, key=lambda n: -_total(shares, n))
+    rows = [[name, *(size(shares[rank].get(name, 0)) for rank, _ in shown)] for name in names]
+    yield "allocated peak by category, of the step with each rank's highest (step rows)"
+    yield from table(["category", *(f"rank {rank}, step {step}" for rank, step in shown)], rows)
+    if len(highest) > len(shown):
+        yield f"  … and {counted(len(highest) - len(shown), 'more rank')}: --json"
+    yield ""
+
+
+def _total(shares: dict[int | None, dict[str, int]], name: str) -> int:
+    return sum(found.get(name, 0) for found in shares.values())
 
 
 def _device_lines(device: dict[str, Any], item: DeviceSummary | None, by: By | None) -> Iterator[str]:
@@ -54,8 +103,6 @@ def _device_lines(device: dict[str, Any], item: DeviceSummary | None, by: By | N
             yield from _shares("allocated peak by category", item.by_category, limit=None)
         if by == "site":
             yield from _shares("allocated peak by allocation site", item.by_site, limit=_SITES_SHOWN)
-    for note in device["notes"]:
-        yield f"    note: {note}"
 
 
 def _stacking_lines(stacking: dict[str, Any], item: DeviceSummary | None) -> Iterator[str]:
@@ -63,24 +110,27 @@ def _stacking_lines(stacking: dict[str, Any], item: DeviceSummary | None) -> Ite
         at_end = stacking["pending_at_end_bytes"]
         yield f"    stacking  n/a{'' if at_end is None else f', {size(at_end)} pending at the end'}"
         return
+    if not (stacking["blocks"] or stacking["max_pending_bytes"] or stacking["pending_at_end_bytes"]):
+        yield "    stacking  none"
+        return
     seconds = stacking["byte_seconds"]
     yield (
-        f"    stacking  {stacking['blocks']} blocks, at most {size(stacking['max_pending_bytes'])} pending at an "
-        f"allocation, {size(stacking['pending_at_end_bytes'])} at the end, "
+        f"    stacking  {counted(stacking['blocks'], 'block')}, at most {size(stacking['max_pending_bytes'])} pending "
+        f"at an allocation, {size(stacking['pending_at_end_bytes'])} at the end, "
         f"{'n/a' if seconds is None else f'{seconds / (1 << 30):.4f}'} GiB·s"
     )
     if item is None or not item.stacking.sites:
         return
     sites = item.stacking.sites
     for site in sites[:_SITES_SHOWN]:
-        yield f"      {size(site.bytes):>14} {site.blocks:>7} blocks  {site.site}  (stream {site.stream})"
+        yield f"      {size(site.bytes):>14} {counted(site.blocks, 'block'):>14}  {site.site}  (stream {site.stream})"
     yield from _omitted(len(sites) - _SITES_SHOWN, "sites")
 
 
 def _shares(title: str, shares: Sequence[Share], limit: int | None) -> Iterator[str]:
     yield f"    {title}"
     for share in shares[:limit]:
-        yield f"      {size(share.bytes):>14} {share.blocks:>7} blocks  {share.name}"
+        yield f"      {size(share.bytes):>14} {counted(share.blocks, 'block'):>14}  {share.name}"
     if limit is not None:
         yield from _omitted(len(shares) - limit, "sites")
 

@@ -87,21 +87,23 @@ def stacking(report: Report) -> Iterator[Finding]:
         (rank, device)
         for rank, device in devices(report)
         if device["stacking"]["blocks"]
-        and (device["stacking"]["max_pending_bytes"] or 0) >= STACKED_BYTES
-        and 100 * device["stacking"]["max_pending_bytes"] >= STACKED_PCT * (device["peak_active_bytes"] or 0)
+        and not_reusable(device) >= STACKED_BYTES
+        and 100 * not_reusable(device) >= STACKED_PCT * (device["peak_active_bytes"] or 0)
     ]
     if not stacked:
         return
-    _, device = max(stacked, key=lambda pair: pair[1]["stacking"]["max_pending_bytes"])
+    _, device = max(stacked, key=lambda pair: not_reusable(pair[1]))
+    lost = not_reusable(device)
     found, active = device["stacking"], device["peak_active_bytes"]
     sites = [
         f"{one['site']} ({counted(one['blocks'], 'block')}, {size(one['bytes'])})"
         for one in found["sites"][:SITES_SHOWN]
     ]
     yield Finding(
-        severity="high" if active and found["max_pending_bytes"] > 0.1 * active else "medium",
-        title=f"Memory stacks up: {size(found['max_pending_bytes'])} freed and not reusable at once",
+        severity="high" if active and lost > 0.1 * active else "medium",
+        title=f"Memory stacks up: {size(lost)} freed and not reusable at once",
         evidence={
+            "not_reusable_bytes": lost,
             "max_pending_bytes": found["max_pending_bytes"],
             "blocks": found["blocks"],
             "peak_allocated_bytes": device["peak_allocated_bytes"],
@@ -111,6 +113,14 @@ def stacking(report: Report) -> Iterator[Finding]:
         advice="These blocks were lent to another stream with record_stream and wait for it. Hold a reference until "
         "the collective or transfer has been waited for, then free on the stream that allocated.",
     )
+
+
+def not_reusable(device: dict[str, Any]) -> int:
+    """Bytes that were freed and not reusable at once: the active peak above the allocated one, or what was pending at
+    an allocation if that is more. Both are lower bounds of the largest active − allocated; the first counts blocks
+    freed before the history began, too."""
+    above = (device["peak_active_bytes"] or 0) - (device["peak_allocated_bytes"] or 0)
+    return max(above, device["stacking"]["max_pending_bytes"] or 0)
 
 
 def reserved(report: Report) -> Iterator[Finding]:

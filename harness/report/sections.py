@@ -17,7 +17,7 @@ from harness.report.finding import NOT_A_CLUSTER
 from harness.report.legend import band, legend, line, swatch
 from harness.report.markup import Html, figure_cell, listing, table, tag
 from harness.report.sections_trace import overlap
-from harness.report.text import evidence_text, layout
+from harness.report.text import evidence_text, layout, stacked
 from harness.text import counted, in_ranges, quantity
 
 STEPS_LISTED = 60
@@ -210,7 +210,7 @@ def snapshot_tables(report: Report) -> list[Html]:
             str(device["device"]),
             device["history"],
             *(figure_cell(name, device[name]) for name in columns),
-            *(figure_cell(name, device["stacking"][name]) for name in ("blocks", "max_pending_bytes")),
+            *stacking_cells(device["stacking"]),
         ]
         for rank, device in entries
     ]
@@ -232,6 +232,16 @@ def snapshot_tables(report: Report) -> list[Html]:
         ]
         body.append(table(["allocated at", "rank", "blocks", "bytes"], listed, caption="Stacked blocks by site"))
     return body
+
+
+def stacking_cells(stacking: dict[str, Any]) -> list[Html]:
+    names = ("blocks", "max_pending_bytes")
+    return [
+        tag(
+            "td", text, class_="n", data_figure=name, data_value=None if stacking[name] is None else str(stacking[name])
+        )
+        for name, text in zip(names, stacked(stacking), strict=True)
+    ]
 
 
 def predicted(report: Report) -> list[Html]:

@@ -256,11 +256,10 @@ def _ledger(report: Report) -> Iterator[str]:
 def _snapshots(report: Report) -> Iterator[str]:
     if report.memory is None or not report.memory["files"]:
         return
-    yield "Allocator snapshots: peaks in requested bytes, stacking (freed, not yet reusable)"
+    yield "Allocator snapshots: peaks in requested bytes; stacking: freed and not yet reusable at an allocation"
     rows = []
     for file in report.memory["files"]:
         for device in file["devices"]:
-            stacking = device["stacking"] or {}
             rows.append(
                 [
                     "?" if file["rank"] is None else str(file["rank"]),
@@ -269,9 +268,14 @@ def _snapshots(report: Report) -> Iterator[str]:
                     size(device["peak_allocated_bytes"]),
                     size(device["peak_active_bytes"]),
                     size(device["peak_reserved_bytes"]),
-                    str(stacking.get("blocks", "n/a")),
-                    size(stacking.get("max_pending_bytes")),
+                    *stacked(device["stacking"]),
                 ]
             )
     headers = ["rank", "device", "history", "allocated", "active", "reserved", "stacked blocks", "most pending"]
     yield from table(headers, rows)
+
+
+def stacked(stacking: dict[str, Any]) -> tuple[str, str]:
+    """Blocks that stacked up and the most bytes that were pending, in words where there were none."""
+    blocks, pending = stacking["blocks"], stacking["max_pending_bytes"]
+    return ("n/a" if blocks is None else f"{blocks:,}" if blocks else "none", size(pending) if pending != 0 else "none")

@@ -161,7 +161,21 @@ def test_trace_without_memory_events_exits_3(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": [event]}))
     code, _, err = run(capsys, tmp_path / "t.json")
     assert code == 3
-    assert "no [memory] events (profile_memory=True)" in err
+    assert "no snapshot, no step rows and 1 trace without [memory] events (profile_memory=True)" in err
+
+
+def test_traces_without_memory_beside_a_snapshot_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"traceEvents": [event]}))
+    (tmp_path / "rank0.pickle").write_bytes(b"")
+    code, _, err = run(capsys, tmp_path)
+    assert code == 3
+    assert "rank0.pickle: is empty" in err
+    assert "what else is there holds no memory data: 2 traces without [memory] events" in err
+    (tmp_path / "rank1.json").unlink()
+    (tmp_path / "rank0.json").unlink()
+    assert run(capsys, tmp_path)[2].count("\n") == 1, "nothing else is there"
 
 
 def test_recording_with_rows_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +189,105 @@ def test_recording_with_rows_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["mode"] == "real"
     expected = {"rank": 0, "step": 0, "peak_allocated_bytes": 7, "peak_active_bytes": None, "peak_reserved_bytes": None}
     assert found["steps"] == [expected]
+
+
+COMPOSITION = [{"category": "activation", "bytes": 6 * MIB}, {"category": "parameter", "bytes": 2 * MIB}]
+
+
+def cpu_recording(directory: Path) -> Path:
+    """Two ranks; memory was tracked in steps 1 and 2, and rank 1's peak is lower in step 2."""
+    (directory / "steps").mkdir()
+    for rank in (0, 1):
+        rows: list[dict[str, Any]] = [{"step": 0, "memory_source": "rss", "peak_allocated_bytes": None}]
+        for step in (1, 2):
+            peak = (8 + step - 3 * rank * (step - 1)) * MIB
+            shares = [*COMPOSITION, {"category": "other", "bytes": peak - 8 * MIB}] if step == 1 else COMPOSITION
+            rows.append({"step": step, "peak_allocated_bytes": peak, "peak_composition": shares})
+        rows[1]["phases"] = {"forward": {"peak_allocated_bytes": 5 * MIB}}
+        (directory / "steps" / f"rank{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "manifest.json").write_text('{"schema_version": 1, "mode": "cpu", "world_size": 2}')
+    (directory / "status.json").write_text('{"schema_version": 1, "state": "complete"}')
+    return directory
+
+
+def test_categories_of_a_cpu_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, cpu_recording(tmp_path), "--by", "category")
+    assert (code, err) == (0, "")
+    assert out.startswith("allocated peak by category")
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in out.splitlines()[1:]]
+    assert rows == [
+        ["category", "rank 0, step 2", "rank 1, step 1"],
+        ["activation", "6.000 MiB", "6.000 MiB"],
+        ["parameter", "2.000 MiB", "2.000 MiB"],
+        ["other", "0.000 MiB", "1.000 MiB"],
+    ]
+    found = json.loads(run(capsys, tmp_path, "--json")[1])
+    assert [step["peak_composition"] for step in found["steps"] if step["step"] == 2] == [COMPOSITION] * 2
+
+
+@pytest.mark.parametrize(
+    ("by", "said"), [("site", "only allocator snapshots with a history (CUDA)"), ("phase", "forward     5.000 MiB")]
+)
+def test_what_a_cpu_recording_does_not_say_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by: str, said: str
+) -> None:
+    code, out, _ = run(capsys, cpu_recording(tmp_path), "--by", by)
+    assert code == 0
+    assert said in out
+
+
+def test_categories_that_nobody_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = {"Device Type": 1, "Device Id": 0, "Bytes": 5, "Total Allocated": 5, "Total Reserved": 9}
+    event = {"ph": "i", "name": "[memory]", "ts": 1, "args": args}
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": [event]}))
+    assert "no category is known" in run(capsys, tmp_path, "--by", "category")[1]
+    assert "no allocation site is known" in run(capsys, tmp_path, "--by", "site")[1]
+
+
+def test_a_composition_that_is_none_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (cpu_recording(tmp_path) / "steps" / "rank1.jsonl").write_text(
+        '{"step": 1, "peak_allocated_bytes": 7, "peak_composition": [{"category": 3, "bytes": "many"}]}\n'
+    )
+    code, out, _ = run(capsys, tmp_path, "--by", "category")
+    assert code in (0, 4)
+    assert "rank 1" not in out
+
+
+def test_memory_pending_from_before_the_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three blocks are freed before the history and one of them is pending still at its only allocation."""
+    allocator = Allocator()
+    allocator.segment(1024 * MIB)
+    blocks = [allocator.alloc(100 * MIB) for _ in range(3)]
+    for block in blocks:
+        allocator.request(block)
+    allocator.events.clear()
+    allocator.complete(blocks[0])
+    allocator.complete(blocks[1])
+    allocator.alloc(10 * MIB)
+    allocator.complete(blocks[2])
+    path = write(tmp_path / "rank0.pickle", snapshot_of(allocator))
+    [device] = json.loads(run(capsys, path, "--json")[1])["files"][0]["devices"]
+    assert (device["peak_active_bytes"], device["peak_allocated_bytes"]) == (300 * MIB, 10 * MIB)
+    assert device["stacking"]["max_pending_bytes"] == 100 * MIB
+    [note] = [note for note in device["notes"] if "pending when the history began" in note]
+    assert note.startswith("0.2930 GiB were pending")
+    assert note in run(capsys, path)[1]
+
+
+def test_stacking_of_nothing_is_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    allocator = Allocator()
+    allocator.segment(1024 * MIB)
+    allocator.free(allocator.alloc(MIB))
+    out = run(capsys, write(tmp_path / "rank0.pickle", snapshot_of(allocator)))[1]
+    assert "stacking  none" in out
+
+
+def test_each_note_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "rank0.pickle", stacked_snapshot())
+    write(tmp_path / "rank1.pickle", stacked_snapshot())
+    out = run(capsys, tmp_path)[1]
+    assert out.count("peak_composition is that of the allocated peak") == 1
+    assert "note (all): peak_composition is" in out
 
 
 def test_empty_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

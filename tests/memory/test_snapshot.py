@@ -138,5 +138,5 @@ def test_private_pools_are_noted() -> None:
     content["segments"][0]["segment_pool_id"] = (0, 2)
     [device] = parse_snapshot(content).devices
     assert any(
-        "1 segments (64.000 MiB) are in private pools" in note for note in device_json(analyse_device(device))["notes"]
+        "1 segment (64.000 MiB) in private pools" in note for note in device_json(analyse_device(device))["notes"]
     )

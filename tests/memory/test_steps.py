@@ -203,7 +203,7 @@ def test_memory_events_of_a_trace(tmp_path: Path) -> None:
     assert (entry["history"], entry["base_allocated_bytes"]) == ("complete", 0)
     assert (entry["peak_allocated_bytes"], entry["final_allocated_bytes"]) == (1500, 1150)
     assert entry["peak_reserved_bytes"] == 2 * MIB
-    assert any("1 memory events" in note for note in entry["notes"])
+    assert any("1 memory event of this file left out" in note for note in entry["notes"])
 
 
 @pytest.mark.parametrize("ts", [10**40, -(10**40), 2.0**60])

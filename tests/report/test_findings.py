@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,29 @@ def test_text_shows_five_and_counts_the_rest(tmp_path, capsys):
 )
 def test_ranks_are_named_shortly(ranks, text):
     assert ranks_text(ranks) == text
+
+
+def test_memory_pending_before_the_history_counts_as_not_reusable(tmp_path):
+    """Eight blocks were freed before it and seven of them become reusable before its first allocation."""
+    size, base = 100 * MIB, 1 << 40
+
+    def event(action, place):
+        return {"action": action, "addr": base + place * size, "size": size, "stream": 0}
+
+    events = [event("free_completed", place) for place in range(7)]
+    events += [event("alloc", 8), event("free_requested", 8), event("alloc", 0)]
+    events += [event("free_completed", place) for place in (8, 7)]
+    events = [{"time_us": 1_000_000 + index} | item for index, item in enumerate(events)]
+    blocks = [
+        {"address": base + place * size, "size": size, "state": "inactive" if place else "active_allocated"}
+        for place in range(9)
+    ]
+    segment = {"device": 0, "address": base, "total_size": 9 * size, "stream": 0, "blocks": blocks}
+    snapshot = {"segments": [segment], "device_traces": [events]}
+    (tmp_path / "rank0.pickle").write_bytes(pickle.dumps(snapshot, protocol=4))
+    (found,) = findings(tmp_path, "stacks up")
+    assert found.evidence["peak_active_bytes"] == 8 * size
+    assert found.evidence["peak_allocated_bytes"] == size
+    assert found.evidence["not_reusable_bytes"] == 7 * size
+    assert found.evidence["max_pending_bytes"] == 2 * size
+    assert "0.6836 GiB freed and not reusable at once" in found.title

@@ -42,6 +42,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 # Set by a launcher: it owns status.json, since it alone sees ranks that are killed.
 LAUNCHED_VARIABLE = "MESHSCOPE_LAUNCHED"
+# Set by a launcher: the mode that the ranks run in, for a trainer that can rehearse (see `Mode`).
+MODE_VARIABLE = "MESHSCOPE_MODE"
 
 
 class PhaseRow(msgspec.Struct, frozen=True):

@@ -118,6 +118,13 @@ def validate(config: Trainer.Config) -> None:
         _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")
 
 
+def validate_rehearsal(config: Trainer.Config) -> None:
+    """Raises `UsageError` for what needs the values of a training, which a rehearsal does not have."""
+    interval, load = config.checkpoint.interval, config.checkpoint.load
+    _require(interval == 0, f"checkpoint.interval={interval}: mode rehearsal trains nothing to save; set it to 0")
+    _require(load is None, f"checkpoint.load={load}: mode rehearsal has no ranks to load it with; leave it out")
+
+
 def validate_inputs(config: Trainer.Config) -> None:
     """Raises `UsageError` if a file that the run starts from is not there, `InputError` if it cannot be read.
 

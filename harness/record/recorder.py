@@ -36,6 +36,9 @@ from harness.recording import MODES, Mode
 # What a phase allocates, unless `Recorder.category` says otherwise.
 PHASE_CATEGORIES = {"forward": "activation", "backward": "gradient", "optimizer": "optimizer_state"}
 
+# What follows from values that other ranks would have sent: a rehearsal has none of them.
+NOT_REHEARSED = ("loss", "grad_norm")
+
 NOT_CLOSED = "the program ended without closing its recorder"
 
 
@@ -61,7 +64,8 @@ class Recorder(harness_config.Recorder):
     device: the one this rank trains on; None takes the current CUDA device, else the CPU.
     run_config: what ran, any JSON object, for the manifest.
     mesh: axis -> global ranks of this rank's group along it.
-    mode: real | cpu | shared-gpu | rehearsal; None is `cpu` or `real` by the device.
+    mode: real | cpu | shared-gpu | rehearsal; None is `cpu` or `real` by the device. A rehearsal is one rank of a world
+    whose others are not there: loss, gradient norm and rates are not recorded.
     tokens_per_step: tokens of this rank's data in a step, those that all devices of its model-parallel group share.
     devices_per_token: how many devices (tp · pp · cp) share these tokens; tokens/s, TFLOP/s and MFU are per device.
     flops_per_token: of the model, forward and backward, without recomputation.
@@ -99,12 +103,15 @@ class Recorder(harness_config.Recorder):
 
         cuda = self.device.type == "cuda"
         alone = mode == "rehearsal"
+        self._rehearses = alone
         self._files = RankFiles(self.directory, self.rank, leads=self.rank == 0 or alone)
         self._tokens_per_step = tokens_per_step
         peak = device_peak(self.device, config.peak_tflops)
         self._rows = Rows(
             self._files,
-            Throughput(peak=peak, flops_per_token=flops_per_token, devices_per_token=devices_per_token),
+            Throughput(
+                peak=peak, flops_per_token=flops_per_token, devices_per_token=devices_per_token, known=not alone
+            ),
         )
         self._nvml = DeviceMemory(self.device)
         self._process = ProcessMemory()
@@ -292,6 +299,8 @@ class Recorder(harness_config.Recorder):
     def _end_step(self) -> None:
         step, windows = self._step, self._windows
         assert step is not None
+        if self._rehearses:
+            step.forget(NOT_REHEARSED)
         step.stop_clock()
         if windows.annotating and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # so that the step's range covers its work on the device, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,10 @@ class Step:
                 value = value.detach()
             if value is not None:
                 self.values[name] = value
+
+    def forget(self, names: Collection[str]) -> None:
+        """Lets logged numbers go that mean nothing."""
+        self.values = {name: value for name, value in self.values.items() if name not in names}
 
     def stop_clock(self) -> None:
         self.clock.stop(self.values)

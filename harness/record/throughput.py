@@ -67,15 +67,18 @@ class Throughput:
     """Figures of one device: the work of a rank's data is shared by `devices_per_token` devices.
 
     `flops_per_token` are those of the model (forward and backward, no recomputation), so MFU is that of PaLM
-    (arXiv 2204.02311, appendix B).
+    (arXiv 2204.02311, appendix B). All are unknown if `known` is False: a step that sends nothing (rehearsal) takes
+    no time that a rate could be made of.
     """
 
     peak: Peak
     flops_per_token: int | None
     devices_per_token: int
+    known: bool = True
 
     def of_step(self, tokens: int | None, wall_ns: int | None) -> Figures:
-        per_second = None if tokens is None or not wall_ns else tokens / (wall_ns / 1e9) / self.devices_per_token
+        unknown = tokens is None or not wall_ns or not self.known
+        per_second = None if unknown else tokens / (wall_ns / 1e9) / self.devices_per_token  # type: ignore[operator]
         known = per_second is not None and self.flops_per_token is not None
         tflops = per_second * self.flops_per_token / 1e12 if known else None  # type: ignore[operator]
         has_mfu = tflops is not None and self.peak.tflops is not None

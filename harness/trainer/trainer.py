@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness import config
+from harness.recording import MODE_VARIABLE, Mode
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.data import build_batches
 from harness.trainer.fully_sharded import fully_shard_decoder
@@ -25,7 +26,7 @@ from harness.trainer.model.decoder import Decoder
 from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
 from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh, data_rank
-from harness.validation import validate_inputs
+from harness.validation import validate_inputs, validate_rehearsal
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
@@ -36,8 +37,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Trainer(config.Trainer):
     """One rank of a run: meta model → tensor parallel → FSDP2 → materialise → initialise → optimizer → steps.
 
-    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. Raises `UsageError`
-    and `InputError` as `harness.validation` does.
+    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. With
+    MESHSCOPE_MODE=rehearsal it is that rank of a world whose other ranks are not there: every step allocates what it
+    would among them, and its losses, gradients and norms mean nothing. Raises `UsageError` and `InputError` as
+    `harness.validation` does.
     """
 
     def __init__(self, config: config.Trainer.Config, directory: Path) -> None:
@@ -46,6 +49,9 @@ class Trainer(config.Trainer):
         self.config = config
         self.directory = directory
         self.device = local_device(config.training.device)
+        self.mode = mode_here(self.device)
+        if self.mode == "rehearsal":
+            validate_rehearsal(config)
         if config.training.deterministic:
             use_deterministic_kernels()
         self.dims = ParallelDims.from_config(config)
@@ -54,20 +60,24 @@ class Trainer(config.Trainer):
         """Trains up to `training.steps` steps, from where a loaded checkpoint stands, into a recording at `directory`;
         returns the global loss of every step."""
         training, load = self.config.training, self.config.checkpoint.load
-        with process_group(self.device, training.init_timeout_s), controlled_gc(training.gc_interval):
+        rehearses = self.mode == "rehearsal"
+        joined = rehearsed_group() if rehearses else process_group(self.device, training.init_timeout_s)
+        with joined, controlled_gc(training.gc_interval):
             self.mesh = self.dims.build_mesh(self.device.type)
             self.data_groups = [group for axis in DATA_AXES if (group := axis_group(self.mesh, axis)) is not None]
             self.tp_group = axis_group(self.mesh, "tp")
             loaded = None if load is None else agree_on_checkpoint(Path(load))
             first = loaded[1].step if loaded else 0
             windows = self.config.recorder
-            recorder = replace(windows, trace=windows.trace.after(first), memory=windows.memory.after(first)).build(
+            # A trace of a rehearsal would show a step without its communication.
+            trace = config.Window() if rehearses else windows.trace.after(first)
+            recorder = replace(windows, trace=trace, memory=windows.memory.after(first)).build(
                 self.directory,
                 first_step=first,
                 device=self.device,
                 run_config=config.to_dict(self.config),
                 mesh=axis_ranks(self.mesh),
-                mode="shared-gpu" if shares_its_gpu(self.device) else None,
+                mode=self.mode,
                 tokens_per_step=self.config.tokens_per_step,
                 flops_per_token=self.config.model.flops_per_token(training.seq_len),
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
@@ -96,7 +106,9 @@ class Trainer(config.Trainer):
                 for step in range(first, training.steps):
                     saves = checkpoints.is_due(step + 1, training.steps)
                     losses.append(self._step(step, recorder, tags=["checkpoint"] if saves else []))
-                    if step == first:  # compilation and connections are done: what takes long from here on hangs
+                    if (
+                        step == first and not rehearses
+                    ):  # compilation and connections are done: what takes long from here on hangs
                         set_timeouts(self.mesh, training.train_timeout_s)
                     if saves:
                         checkpoints.save(step + 1)
@@ -172,9 +184,28 @@ def local_device(wanted: str) -> torch.device:
     return device
 
 
-def shares_its_gpu(device: torch.device) -> bool:
-    """Whether other ranks run on the same GPU: their times are then not a cluster's, and figures must say so."""
-    return device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+def mode_here(device: torch.device) -> Mode | None:
+    """The mode a launcher says, else shared-gpu where other ranks run on the same GPU, since its times are not a
+    cluster's and figures must say so; None where the device tells it."""
+    launched = os.environ.get(MODE_VARIABLE)
+    if launched == "rehearsal":
+        return "rehearsal"
+    shares = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+    return "shared-gpu" if shares else None
+
+
+@contextmanager
+def rehearsed_group() -> Iterator[None]:
+    """RANK of WORLD_SIZE in a default group that reaches nobody: its collectives return at once, with wrong values
+    (torch/csrc/distributed/c10d/FakeProcessGroup.hpp), and the groups of a mesh on it are of the same kind."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

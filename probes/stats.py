@@ -49,12 +49,12 @@ class Comparison:
     """One metric of both arms.
 
     `a`, `b`: means over trials, geometric ones for scale `ratio`, so that `effect_pct` = 100·(b − a)/a throughout
-    (None where a is 0). `effect`, `ci_low`, `ci_high`, `equivalence_low`, `equivalence_high`, `threshold`: in the
-    unit of the scale, `unit` (percent, points, bytes); the first interval is for `confidence`, the second for the two
-    one-sided tests, 2·confidence − 1. `sd`: of the differences between pairs, as natural logarithms for `ratio`.
-    `p_value`: t test; `sign_flip_p`: exact test (for unpaired runs, of permutations). Both None in `exact` mode,
-    where every trial of an arm gave the same value. `needed_pairs`: None unless the verdict is inconclusive and the
-    differences vary. `n_pairs`: None for unpaired runs.
+    (None where a is 0); bytes are rounded to whole ones. `effect`, `ci_low`, `ci_high`, `equivalence_low`,
+    `equivalence_high`, `threshold`: in the scale's `unit` (percent, points, bytes); the first interval is for
+    `confidence`, the second for the two one-sided tests, 2·confidence − 1. `sd`: of the differences between pairs, as
+    natural logarithms for `ratio`. `p_value`: t test; `sign_flip_p`: exact test (for unpaired runs, of permutations).
+    Both None in `exact` mode, where every trial of an arm gave the same value. `needed_pairs`: None unless the verdict
+    is inconclusive and the differences vary. `n_pairs`: None for unpaired runs.
     """
 
     metric: str
@@ -226,7 +226,7 @@ class _Frame:
             raise ValueError(f"confidence is {confidence}: it must lie between 0.5 and 1")
         mean_a, mean_b = _mean(a, scale), _mean(b, scale)
         if threshold is None:
-            of_bytes = max(1.0, min(THRESHOLD_BYTES, mean_a * THRESHOLD_PCT / 100))
+            of_bytes = max(1, round(min(THRESHOLD_BYTES, mean_a * THRESHOLD_PCT / 100)))
             threshold = {"ratio": THRESHOLD_PCT, "points": THRESHOLD_POINTS, "bytes": of_bytes}[scale]
         if not (math.isfinite(threshold) and threshold > 0):
             raise ValueError(f"{metric}: the threshold is {threshold}: it must be positive")
@@ -288,18 +288,18 @@ class _Frame:
         *,
         exact: bool = False,
     ) -> Comparison:
-        low, high, inner_low, inner_high = bounds or (None,) * 4
+        low, high, inner_low, inner_high = [self._whole(bound) for bound in bounds] if bounds else [None] * 4
         return Comparison(
             metric=self.metric,
-            a=self.a,
-            b=self.b,
+            a=self._whole(self.a),
+            b=self._whole(self.b),
             better=self.better,
             scale=self.scale,
             unit=UNITS[self.scale],
             effect_pct=self._pct(effect),
-            ci_low_pct=self._pct(low),
-            ci_high_pct=self._pct(high),
-            effect=effect,
+            ci_low_pct=self._pct(bounds[0] if bounds else None),
+            ci_high_pct=self._pct(bounds[1] if bounds else None),
+            effect=self._whole(effect),
             ci_low=low,
             ci_high=high,
             equivalence_low=inner_low,
@@ -328,6 +328,9 @@ class _Frame:
             return enough
         surely = math.ceil((2 * float(stdtrit(self.n_pairs - 1, (1 + self.confidence) / 2)) * sd / effect) ** 2)
         return max(surely, self.n_pairs + 1)
+
+    def _whole(self, value: float) -> float:
+        return round(value) if self.scale == "bytes" else value
 
     def _unit_of(self, analysed: float) -> float:
         return _percent_of_log(analysed) if self.scale == "ratio" else analysed

@@ -1,16 +1,15 @@
 """Starting the ranks of a run and seeing them to their end, whatever it is. Free of torch in this process.
 
-The ranks run under `python -m torch.distributed.run` in a session and with an environment of their own. torchrun
-flattens exit codes, so status.json, written here, is the truth: `complete`, or `failed` with one line that names
-the rank and its exception, the rank that hangs, or the interruption. No process outlives its run: torchrun gets
-SIGTERM when this process dies, each rank SIGKILL when torchrun dies, and what is left over is found by its mark.
+The ranks run under `python -m torch.distributed.run` in a session and with an environment of their own; in a rehearsal
+each in a process of its own, one after the other. torchrun flattens exit codes, so status.json, written here, is the
+truth: `complete`, or `failed` with one line that names the rank and its exception, the rank that hangs, or the
+interruption. No process outlives its run: torchrun gets SIGTERM when this process dies, each rank SIGKILL when torchrun
+dies, and what is left over is found by its mark.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
 import site
 import socket
@@ -21,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,9 +31,10 @@ import harness
 from harness import recording
 from harness.config import Trainer, to_dict, to_json
 from harness.masking import masked_arguments
+from harness.postmortem import failure_of_rehearsal, failure_of_torchrun, fold_logs, torchrun_logs
 from harness.recording import Status
-from harness.validation import validate_inputs
-from harness.worker import EXIT_TERMINATED, LAUNCH_ID_VARIABLE, STACKS_SIGNAL, die_with_parent
+from harness.validation import validate_inputs, validate_rehearsal
+from harness.worker import LAUNCH_ID_VARIABLE, STACKS_SIGNAL, die_with_parent
 
 OnStep = Callable[[int, dict[str, Any]], None]
 """Called with a rank and each of its step rows, soon after it was written."""
@@ -56,12 +57,25 @@ PASSED_PREFIXES = (
 # fmt: on
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Child:
+    """A process to start: torchrun, whose ranks are all ranks, or a rehearsed rank, which is one."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    ranks: Sequence[int]
+    failure: Callable[[int], str | None]
+    """What its exit code means: why it failed, in one line."""
+
+
 def launch(
     config: Trainer.Config,
     directory: Path,
     *,
     mode: recording.Mode,
     environment: Mapping[str, str] | None = None,
+    rehearse: Sequence[int] = (0,),
+    about: Mapping[str, Any] | None = None,
     timeout_s: float = TIMEOUT_S,
     grace_s: float = GRACE_S,
     on_step: OnStep | None = None,
@@ -69,9 +83,10 @@ def launch(
 ) -> Status:
     """Runs `config` on `config.world_size` local processes and returns what status.json says at the end.
 
-    `environment` is set on top of what is passed on. A run in which no rank ends a step for `timeout_s` counts as
-    hung. Ended ranks get `grace_s` after SIGTERM to write what they recorded, then SIGKILL. `program` is what
-    torchrun starts on each rank, followed by `directory`.
+    In mode `rehearsal` it runs the ranks `rehearse` of that world instead, one after the other, and ends with the
+    first that fails. `environment` is set on top of what is passed on, `about` goes into the manifest. A run in which
+    no rank ends a step for `timeout_s` counts as hung. Ended ranks get `grace_s` after SIGTERM to write what they
+    recorded, then SIGKILL. `program` is what is started on each rank, followed by `directory`.
 
     Raises `UsageError` or `InputError` before anything is started if `config` cannot run, KeyboardInterrupt after
     SIGINT, SIGTERM or SIGHUP to this process, once all ranks have ended and status.json says so.
@@ -80,34 +95,60 @@ def launch(
     validate_inputs(config)
     directory = directory.resolve()
     launch_id = uuid.uuid4().hex
-    child_environment = build_environment(config.world_size, {**(environment or {}), LAUNCH_ID_VARIABLE: launch_id})
-    command = _torchrun(config.world_size, directory, program)
-    _write_plan(config, directory, mode, child_environment, command)
+    overrides = {**(environment or {}), LAUNCH_ID_VARIABLE: launch_id, recording.MODE_VARIABLE: mode}
+    if mode == "rehearsal":
+        validate_rehearsal(config)
+        children = [_rehearsed(config, rank, directory, program, overrides) for rank in rehearse]
+        about = {"recorded_ranks": list(rehearse), **(about or {})}
+    else:
+        children = [_torchrun(config.world_size, directory, program, overrides)]
+    _write_plan(config, directory, mode, children[0], about or {})
 
-    followed = StepFollower(directory, config.world_size)
     reason: str | None = "the launcher itself failed"
     with _stop_signals() as received, open(directory / "logs" / "launcher.log", "wb") as log:
-        process = _start(command, child_environment, log.fileno())
         try:
             recording.write_status(directory, "running")
-            reason = _follow(process, followed, received, timeout_s, on_step)
-            if reason is None:
-                reason = _failure_reason(directory, process.returncode)
-            elif not received:
-                _ask_for_stacks(directory)
+            for child in children:
+                reason = _see_to_its_end(
+                    child, directory, launch_id, log.fileno(), received, timeout_s, grace_s, on_step
+                )
+                if reason is not None:
+                    break
         finally:
-            _stop(process, launch_id, grace_s, received)
-            _fold_logs(directory)
             status = recording.write_status(directory, "failed" if reason else "complete", reason)
-    if on_step:
-        _report_steps(followed, on_step)
     if received:
         raise KeyboardInterrupt
     return status
 
 
-def build_environment(world_size: int, overrides: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of the ranks: what is passed on, what a launch needs, then `overrides`.
+def _see_to_its_end(
+    child: Child,
+    directory: Path,
+    launch_id: str,
+    log: int,
+    received: Sequence[signal.Signals],
+    timeout_s: float,
+    grace_s: float,
+    on_step: OnStep | None,
+) -> str | None:
+    """Starts a child and returns why it failed, None if it did not; none of its processes is left."""
+    followed = StepFollower(directory, child.ranks)
+    process = _start(child.command, child.environment, log)
+    try:
+        reason = _follow(process, followed, received, timeout_s, on_step)
+        if reason is None:
+            reason = child.failure(process.returncode)
+        elif not received:
+            _ask_for_stacks(directory)
+    finally:
+        _stop(process, launch_id, grace_s, received)
+        fold_logs(directory)
+    _report_steps(followed, on_step)
+    return reason
+
+
+def build_environment(processes: int, overrides: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of `processes` at a time: what is passed on, what a launch needs, then `overrides`.
 
     They import the `harness` that this process imported, never a folder of that name in the working directory.
     """
@@ -118,30 +159,48 @@ def build_environment(world_size: int, overrides: Mapping[str, str]) -> dict[str
     if root not in site.getsitepackages():
         passed["PYTHONPATH"] = os.pathsep.join(filter(None, [root, passed.get("PYTHONPATH")]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    passed.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+    passed.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     needed = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", recording.LAUNCHED_VARIABLE: "1"}
     return {**passed, **needed, **overrides}
 
 
-def _torchrun(world_size: int, directory: Path, program: Sequence[str]) -> list[str]:
+def _torchrun(world_size: int, directory: Path, program: Sequence[str], overrides: Mapping[str, str]) -> Child:
     options = {
         "--nproc-per-node": str(world_size),
         "--local-addr": "127.0.0.1",  # else the host's name, which need not resolve
-        "--log-dir": str(_torchrun_logs(directory)),
+        "--log-dir": str(torchrun_logs(directory)),
         "--redirects": "3",
     }
     flat = [word for option in options.items() for word in option]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *flat, *program, str(directory)]
+    return Child(
+        command=[sys.executable, "-m", "torch.distributed.run", "--standalone", *flat, *program, str(directory)],
+        environment=build_environment(world_size, overrides),
+        ranks=range(world_size),
+        failure=lambda exit_code: failure_of_torchrun(directory, exit_code),
+    )
+
+
+def _rehearsed(
+    config: Trainer.Config, rank: int, directory: Path, program: Sequence[str], overrides: Mapping[str, str]
+) -> Child:
+    world_size = config.world_size
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return Child(
+        command=[sys.executable, *program, str(directory)],
+        environment=build_environment(1, {**place, **overrides}),
+        ranks=[rank],
+        failure=lambda exit_code: failure_of_rehearsal(directory, rank, world_size, exit_code),
+    )
 
 
 def _write_plan(
     config: Trainer.Config,
     directory: Path,
     mode: recording.Mode,
-    environment: Mapping[str, str],
-    command: Sequence[str],
+    first: Child,
+    about: Mapping[str, Any],
 ) -> None:
-    _torchrun_logs(directory).mkdir(parents=True)
+    torchrun_logs(directory).mkdir(parents=True)
     (directory / "config.json").write_text(to_json(config) + "\n", encoding="utf-8")
     recording.merge_manifest(
         directory,
@@ -154,9 +213,10 @@ def _write_plan(
             "launcher": {
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
-                "command": list(command),
-                "omp_num_threads": environment["OMP_NUM_THREADS"],
+                "command": list(first.command),
+                "omp_num_threads": first.environment["OMP_NUM_THREADS"],
             },
+            **about,
         },
     )
     recording.write_status(directory, "planned")
@@ -202,18 +262,18 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
 
 
 class StepFollower:
-    """Reads the step rows of all ranks as they are written."""
+    """Reads the step rows of ranks as they are written."""
 
-    def __init__(self, directory: Path, world_size: int) -> None:
-        self._paths = [recording.steps_path(directory, rank) for rank in range(world_size)]
-        self._offsets = [0] * world_size
-        self.last_step: list[int | None] = [None] * world_size
+    def __init__(self, directory: Path, ranks: Sequence[int]) -> None:
+        self._paths = {rank: recording.steps_path(directory, rank) for rank in ranks}
+        self._offsets = dict.fromkeys(ranks, 0)
+        self.last_step: dict[int, int | None] = dict.fromkeys(ranks)
         """Per rank, the last step it ended."""
 
     def poll(self) -> list[tuple[int, dict[str, Any]]]:
         """The rows that were completed since the last call, as (rank, row)."""
         rows = []
-        for rank, path in enumerate(self._paths):
+        for rank, path in self._paths.items():
             if not path.exists():
                 continue
             with open(path, "rb") as file:
@@ -230,17 +290,18 @@ class StepFollower:
     def hang_reason(self, timeout_s: float) -> str:
         """One line that says which ranks are behind."""
         start = f"hung: no rank ended a step for {timeout_s:g} s; "
-        if all(step is None for step in self.last_step):
+        reached = {rank: -1 if step is None else step for rank, step in self.last_step.items()}
+        most = max(reached.values())
+        if most < 0:
             return start + "none has ended its first (see logs/)"
-        reached = [-1 if step is None else step for step in self.last_step]
-        behind = [rank for rank, step in enumerate(reached) if step < max(reached)]
+        behind = [rank for rank, step in reached.items() if step < most]
         if not behind:
-            return start + f"all ranks ended step {max(reached)} (stacks in logs/)"
+            return start + f"all ranks ended step {most} (stacks in logs/)"
         where = ", ".join(
             f"rank {rank} " + (f"after step {reached[rank]}" if reached[rank] >= 0 else "before its first step")
             for rank in behind
         )
-        return start + f"behind step {max(reached)} of the others: {where} (stacks in logs/)"
+        return start + f"behind step {most} of the others: {where} (stacks in logs/)"
 
 
 def _follow(
@@ -318,61 +379,3 @@ def _marked_processes(launch_id: str) -> list[int]:
         except OSError:  # another user's, or gone
             continue
     return found
-
-
-def _torchrun_logs(directory: Path) -> Path:
-    return directory / "logs" / "torchrun"
-
-
-def _fold_logs(directory: Path) -> None:
-    """Appends what a rank printed before it opened its own log (it may never have come so far) to that log."""
-    for path in sorted(_torchrun_logs(directory).glob("*/attempt_*/*/std*.log")):
-        text = path.read_bytes()
-        if text:
-            with open(recording.log_path(directory, int(path.parent.name)), "ab") as log:
-                log.write(text)
-    shutil.rmtree(_torchrun_logs(directory), ignore_errors=True)
-
-
-def _failure_reason(directory: Path, exit_code: int) -> str | None:
-    """Why the run failed, in one line, naming the rank where it began; None if it did not.
-
-    The ranks that lose a peer fail after it, so the order is: a rank that a signal killed (it says nothing
-    itself), the exception that a rank wrote first, the failure that torchrun saw first.
-    """
-    if exit_code == 0:
-        return None
-    text = (directory / "logs" / "launcher.log").read_text(encoding="utf-8", errors="replace")
-    exit_codes = {
-        int(rank): (int(code), int(pid))
-        for rank, code, pid in re.findall(
-            r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) \(pid: (\d+)\)", text
-        )
-    }
-    ended_by_torchrun = {
-        rank
-        for rank, (code, pid) in exit_codes.items()
-        if code in (-signal.SIGTERM, EXIT_TERMINATED) or f"Unable to shutdown process {pid} " in text
-    }
-    for rank, (code, _) in exit_codes.items():
-        if code < 0 and rank not in ended_by_torchrun:
-            hint = ": out of memory, unless someone did" if code == -signal.SIGKILL else ""
-            return f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
-    failed = {
-        rank: document
-        for rank, document in recording.read_recording(directory).ranks.items()
-        if document.get("end_state") == "failed" and rank not in ended_by_torchrun
-    }
-    if failed:
-        first = min(failed, key=lambda rank: failed[rank].get("ended_unix_ns") or sys.maxsize)
-        return f"rank {first}: {failed[first].get('exception')}"
-    _fold_logs(directory)
-    for rank, (code, _) in exit_codes.items():
-        if rank not in ended_by_torchrun:
-            return f"rank {rank} exited with {code}: {_last_line(recording.log_path(directory, rank))}"
-    return f"torch.distributed.run exited with {exit_code}: {_last_line(directory / 'logs' / 'launcher.log')}"
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -1,4 +1,5 @@
-"""One rank of a launched run: `python -m harness.worker DIR`, started by torchrun, which says which rank it is.
+"""One rank of a launched run: `python -m harness.worker DIR`, started by torchrun or, to rehearse it, by the launcher
+itself, which say which rank it is.
 
 Reads DIR/config.json, trains, and leaves every way of ending in the recording: stdout and stderr in the rank's log
 from the first line on, an exception as one line in ranks/rank{r}.json. SIGTERM is the recorder's to handle: it
@@ -36,7 +37,8 @@ def main(directory: Path) -> None:
 def prepare(directory: Path, rank: int) -> None:
     """What a rank sets up before anything that can fail or hang."""
     die_with_parent(signal.SIGKILL)
-    if os.environ.get(LAUNCH_ID_VARIABLE) and not _parent_is_of_this_launch():
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun and os.environ.get(LAUNCH_ID_VARIABLE) and not _parent_is_of_this_launch():
         sys.exit(EXIT_TERMINATED)  # torchrun died before the line above took effect
     _capture_output(recording.log_path(directory, rank))
     faulthandler.enable()

@@ -193,7 +193,7 @@ def test_environment_of_the_ranks_is_explicit(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    environment = build_environment(world_size=10_000, overrides={"NCCL_ALGO": "Ring"})
+    environment = build_environment(processes=10_000, overrides={"NCCL_ALGO": "Ring"})
 
     assert "SOME_TOKEN" not in environment
     assert environment["NCCL_DEBUG"] == "WARN"
@@ -204,4 +204,4 @@ def test_environment_of_the_ranks_is_explicit(monkeypatch):
 def test_threads_that_are_given_stay(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
-    assert build_environment(world_size=2, overrides={})["OMP_NUM_THREADS"] == "7"
+    assert build_environment(processes=2, overrides={})["OMP_NUM_THREADS"] == "7"

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import get_args
 
 from harness import compare
+from harness.commands import add_json_argument
+from harness.compare.text import collectives
 from harness.config import Trainer
 from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError
 from harness.ledger import Prediction, predict
 from harness.ledger.operators import Target
 from harness.ledger.text import report
 from harness.recipes.arguments import add_recipe_arguments, config_from
-from harness.recording import Recording, read_recording
 from harness.text import one_line
 
 TAKES_OVERRIDES = True
@@ -29,34 +30,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="operator table: cuda kernels, or the storages that a CPU run tracks (default: that of --against, "
         "else training.device, else cuda)",
     )
-    parser.add_argument("--against", type=Path, metavar="RECORDING", help="compare with what this recording measured")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="RECORDING",
+        help="compare with what this recording, or folder of traces and snapshots, measured",
+    )
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exits 4 if `--against` names a recording that lacks peaks of some ranks, 3 if it has none at all."""
+    """Exits 4 if what `--against` names lacks peaks or has files that cannot be read, 3 if nothing of it can be."""
     config = config_from(args)
-    recording = read_recording(args.against) if args.against else None
+    measured = compare.measure(args.against) if args.against else None
+    recording = measured.recording if measured else None
     target: Target = (
         args.target
         or (compare.recorded_target(recording) if recording else None)
         or ("cpu" if config.training.device == "cpu" else "cuda")
     )
     prediction = predict(config, target)
-    errors = _put_beside(prediction, config, recording) if recording else []
+    errors = _put_beside(prediction, config, measured) if measured else []
+    rows = compare.communication(prediction, measured.captures) if measured and measured.captures else []
     if args.json:
-        print(json.dumps(prediction.to_json() | {"errors": [e.to_json() for e in errors]}, allow_nan=False))
+        found = compare.ledger_json(prediction, rows) | {"errors": [error.to_json() for error in errors]}
+        print(json.dumps(found, allow_nan=False))
     else:
         print(report(prediction))
+        if any(row.measured_count is not None for row in rows):
+            print("", *collectives(rows, compared=True), sep="\n")
+        elif rows:
+            print("\nNo complete step is in the traces: communication was not measured.")
     for error in errors:
         print(f"meshscope ledger: error: {one_line(str(error))}", file=sys.stderr)
     return EXIT_PARTIAL if errors else EXIT_OK
 
 
-def _put_beside(prediction: Prediction, config: Trainer.Config, recording: Recording) -> list[InputError]:
-    """Raises `UsageError` if the recording is of another configuration, `InputError` if it states no peak at all."""
+def _put_beside(prediction: Prediction, config: Trainer.Config, measured: compare.Measured) -> list[InputError]:
+    """What is missing; raises `UsageError` if the recording is of another configuration."""
+    compare.put_lines_beside(prediction, measured)
+    recording = measured.recording
+    if recording is None:
+        return [InputError(measured.path, "is no recording: its peaks per step are unknown"), *measured.errors]
     compare.require_same(recording.manifest.get("config"), config)
     missing = compare.put_beside(prediction, recording)
     if all(rank.measured_peak_allocated_bytes is None for rank in prediction.ranks):
-        raise InputError(recording.directory, "states no allocated peak of a step after the first")
-    return missing
+        missing = [InputError(recording.directory, "states no allocated peak of a step after the first")]
+    # What is wrong with rows and manifest shows in the peaks that are missing.
+    own = {str(error) for error in (*recording.errors, *compare.config_errors(recording))}
+    stands = "" if measured.standing is None else measured.standing.headline()
+    return missing + [e for e in measured.errors if str(e) not in own and not (stands and e.reason.startswith(stands))]

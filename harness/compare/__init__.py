@@ -8,6 +8,8 @@ from harness.compare.against_ledger import (
     Communication,
     axis_of,
     communication,
+    config_errors,
+    ledger_json,
     put_beside,
     recorded_config,
     recorded_target,
@@ -15,6 +17,7 @@ from harness.compare.against_ledger import (
     steady_peaks,
 )
 from harness.compare.gate import Bound, GateResult, check, parse_bound
+from harness.compare.lines import put_lines_beside
 from harness.compare.measured import Measured, measure
 from harness.compare.metrics import METRICS, Value, run_metrics
 from harness.compare.runs import Comparison, compare_runs
@@ -33,9 +36,12 @@ __all__ = [
     "check",
     "communication",
     "compare_runs",
+    "config_errors",
+    "ledger_json",
     "measure",
     "parse_bound",
     "put_beside",
+    "put_lines_beside",
     "recorded_config",
     "recorded_target",
     "require_same",

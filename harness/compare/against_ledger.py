@@ -173,6 +173,23 @@ def communication(prediction: Prediction | None, captures: Sequence[Capture]) ->
     return rows
 
 
+def ledger_json(prediction: Prediction, rows: Sequence[Communication]) -> dict[str, Any]:
+    """`Prediction.to_json` with what was measured of each collective beside it; one that nobody predicted has 0."""
+    measured = [
+        {
+            "dimension": row.dimension,
+            "kind": row.kind,
+            "count": row.predicted_count,
+            "bytes": row.predicted_bytes,
+            "measured_count": row.measured_count,
+            "measured_bytes": row.measured_bytes,
+            "agree": row.agree,
+        }
+        for row in rows
+    ]
+    return prediction.to_json() | ({"communication": measured} if measured else {})
+
+
 def axis_of(dimension: str) -> str:
     """The mesh axis of a process group's description: torch calls the group of axis `tp` `mesh_tp`."""
     return dimension.removeprefix("mesh_")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness.compare.against_ledger import Communication
 from harness.compare.gate import GateResult
 from harness.compare.runs import Comparison, MetricComparison
 from harness.text import printable, quantity, signed_percent, table
@@ -55,6 +57,24 @@ def markdown(comparison: Comparison, gate: list[GateResult]) -> str:
     if comparison.notes:
         lines += ["", *(f"- {_cell(note)}" for note in comparison.notes)]
     return "\n".join(lines)
+
+
+def collectives(rows: Sequence[Communication], *, compared: bool) -> Iterator[str]:
+    """What each rank sends in a step, beside what was predicted if it is compared; nothing without rows."""
+    if not rows:
+        return
+    what = "predicted and recorded" if compared else "recorded"
+    yield f"Collectives of each rank and step, {what}; bytes of the full (unsharded) side"
+    cells = []
+    for row in rows:
+        figures = [row.measured_count, row.measured_bytes]
+        if compared:
+            figures = [row.predicted_count, row.measured_count, row.predicted_bytes, row.measured_bytes]
+        agree = {True: "equal", False: "DIFFERS", None: "n/a"}[row.agree]
+        counts = ["n/a" if figure is None else f"{figure:,}" for figure in figures]
+        cells.append([row.dimension, row.kind, *counts, *([agree] if compared else [])])
+    headers = ["predicted", "recorded", "predicted bytes", "recorded bytes", ""] if compared else ["count", "bytes"]
+    yield from table(["dimension", "kind", *headers], cells, left=2)
 
 
 def _known(comparison: Comparison) -> list[MetricComparison]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from harness.config import Trainer
@@ -29,6 +29,18 @@ class Entry:
 
 
 @dataclass(kw_only=True, slots=True)
+class Sum:
+    """Lines that were measured together: their bytes at the predicted peak, and those of the categories that they were
+    measured as at the measured one; `error_pct` = 100·(predicted − measured)/measured, None where nothing was."""
+
+    lines: list[str]
+    measured_as: list[str]
+    predicted_bytes: int
+    measured_bytes: int
+    error_pct: float | None
+
+
+@dataclass(kw_only=True, slots=True)
 class RankMemory:
     """Memory of one rank in steady state, which is every step from the second on.
 
@@ -50,6 +62,7 @@ class RankMemory:
     quantities: dict[str, int]
     measured_peak_allocated_bytes: int | None = None
     error_pct: float | None = None
+    sums: list[Sum] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,7 +77,7 @@ class Prediction:
     """The same, by purpose."""
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `meshscope ledger --json`."""
+        """The object of `meshscope ledger --json`; what a recording measured is null until it is put beside."""
         return {
             "schema_version": SCHEMA_VERSION,
             "mode": "predicted",
@@ -73,6 +86,7 @@ class Prediction:
             "ranks": [_rank_json(rank) for rank in self.ranks],
             "communication": [
                 {"dimension": c.dimension, "kind": c.kind, "count": c.count, "bytes": c.bytes}
+                | dict.fromkeys(("measured_count", "measured_bytes", "agree"))
                 for c in self.communication
             ],
             "collectives": [asdict(c) for c in self.collectives],
@@ -86,6 +100,7 @@ def _rank_json(rank: RankMemory) -> dict[str, Any]:
     """The composition of every instant goes with the first of the ranks that are alike."""
     fields: dict[str, Any] = {name: getattr(rank, name) for name in rank.__dataclass_fields__}
     fields["entries"] = [asdict(entry) for entry in rank.entries]
+    fields["sums"] = [asdict(one) for one in rank.sums]
     fields["timeline"] = [{"at": instant.name, "bytes": instant.bytes} for instant in rank.timeline]
     if rank.rank == rank.alike_rank:
         for item, instant in zip(fields["timeline"], rank.timeline, strict=True):
@@ -114,7 +129,7 @@ def predict(
     ranks = []
     for rank in range(config.world_size):
         memory = of_shard[rank // tp % config.dp_shard]
-        ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries]))
+        ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries], sums=[]))
     found = collectives(config)
     return Prediction(
         target=target,

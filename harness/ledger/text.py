@@ -42,6 +42,14 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
         for rank in ranks
         if rank.measured_peak_allocated_bytes is not None
     ]
+    measured = next((rank for rank in ranks if rank.sums), first)
+    if measured.sums:
+        rows = [
+            [_together(one.lines), size(one.predicted_bytes), size(one.measured_bytes), signed_percent(one.error_pct)]
+            for one in measured.sums
+        ]
+        headers = [f"rank {measured.rank}'s peak, as it was measured", "predicted", "measured", "off by"]
+        lines += table(headers, rows)
     rows = [[e.category, size(e.at_peak_bytes), size(e.bytes), f" {e.formula}"] for e in first.entries]
     lines += table(["line", "at peak", "its most", " formula of its most (bytes)"], rows, last_left=True)
     used = " ".join(entry.formula for entry in first.entries)
@@ -52,6 +60,11 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
         "  where " + "; ".join(f"{n} = {first.quantities[n]:,} ({MEANINGS[n]})" for n in MEANINGS if n in names)
     )
     return lines
+
+
+def _together(lines: list[str]) -> str:
+    """Lines as a sum; all that begin alike as one."""
+    return " + ".join(dict.fromkeys(line.partition(": ")[0] for line in lines))
 
 
 def _communication(prediction: Prediction) -> list[str]:

@@ -32,13 +32,17 @@ class DeviceAnalysis:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """What is worth keeping of a replayed device once its history, hundreds of bytes an event, is let go."""
+    """What is worth keeping of a replayed device once its history, hundreds of bytes an event, is let go.
+
+    `holders_known`: the recorder wrote which blocks hold parameters, gradients, optimizer states and buffers.
+    """
 
     index: int
     timeline: Timeline | None
     stacking: Stacking
     by_category: list[Share]
     by_site: list[Share]
+    holders_known: bool
 
 
 def analyse_device(device: Device) -> DeviceAnalysis:
@@ -54,7 +58,7 @@ def summarise(item: DeviceAnalysis) -> DeviceSummary:
     device, timeline, lives = item.device, item.timeline, item.lives
     by_category = composition_by_category(device, timeline, lives) if timeline else []
     by_site = composition_by_site(device, timeline, lives) if timeline else []
-    return DeviceSummary(device.index, timeline, item.stacking, by_category, by_site)
+    return DeviceSummary(device.index, timeline, item.stacking, by_category, by_site, bool(device.holders))
 
 
 def device_json(item: DeviceAnalysis) -> dict[str, Any]:

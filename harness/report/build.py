@@ -115,7 +115,7 @@ class Report:
             "ranks": self.ranks,
             "overlap": self.overlap,
             "memory": self.memory,
-            "ledger": self.prediction.to_json() if self.prediction else None,
+            "ledger": compare.ledger_json(self.prediction, self.communication) if self.prediction else None,
             "communication": [asdict(row) for row in self.communication],
             "errors": [error.to_json() for error in self.errors],
         }
@@ -135,6 +135,7 @@ def build(path: Path) -> Report:
             report.not_predicted = str(error)
         else:
             compare.put_beside(report.prediction, recording)
+            compare.put_lines_beside(report.prediction, report.measured)
     report.communication = compare.communication(report.prediction, report.captures)
     report.metrics = run_metrics(report.measured)
     report.dimensions = by_dimension(report.complete_overlap)

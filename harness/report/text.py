@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from harness.compare.steps import PEAKS
+from harness.compare.text import collectives
 from harness.config import Trainer
 from harness.report.build import Report
 from harness.report.over_ranks import incomplete_steps, waited_for_all
@@ -207,21 +208,7 @@ def _overlap(report: Report) -> Iterator[str]:
 
 
 def _communication(report: Report) -> Iterator[str]:
-    if not report.communication:
-        return
-    compared = report.prediction is not None
-    what = "predicted and recorded" if compared else "recorded"
-    yield f"Collectives of each rank and step, {what}; bytes of the full (unsharded) side"
-    rows = []
-    for row in report.communication:
-        figures = [row.measured_count, row.measured_bytes]
-        if compared:
-            figures = [row.predicted_count, row.measured_count, row.predicted_bytes, row.measured_bytes]
-        agree = {True: "equal", False: "DIFFERS", None: "n/a"}[row.agree]
-        cells = ["n/a" if figure is None else f"{figure:,}" for figure in figures]
-        rows.append([row.dimension, row.kind, *cells, *([agree] if compared else [])])
-    headers = ["predicted", "recorded", "predicted bytes", "recorded bytes", ""] if compared else ["count", "bytes"]
-    yield from table(["dimension", "kind", *headers], rows, left=2)
+    yield from collectives(report.communication, compared=report.prediction is not None)
 
 
 def _ledger(report: Report) -> Iterator[str]:

@@ -144,7 +144,7 @@ def test_a_peak_of_nothing_is_no_peak(tmp_path, capsys):
     arguments = ["--module", "debug", "--config", "single", "--nproc", "2", "--parallelism.dp_shard=1"]
     overrides = [f"--model.{name}={value}" for name, value in to_dict(CONFIG)["model"].items() if name != "name"]
     overrides += [f"--training.{name}={value}" for name, value in to_dict(CONFIG)["training"].items()]
-    assert main(["ledger", *arguments, "--parallelism.tp=2", *overrides, "--against", str(tmp_path)]) == 3
+    assert main(["ledger", *arguments, "--parallelism.tp=2", *overrides, "--against", str(tmp_path)]) == 4
     assert "states no allocated peak" in capsys.readouterr().err
 
 

@@ -74,8 +74,9 @@ def step_time(a: Floats, b: Floats) -> Comparison:
 def comparisons(
     rig: Rig, pairs: int, effect: float, experiments: int, seed: int, by: Order = blocks
 ) -> list[Comparison]:
-    """The step time of `experiments` simulated experiments; the same for the same arguments."""
-    rng = np.random.default_rng(seed)
+    """The step time of `experiments` simulated experiments; the same for the same arguments, and independent of those
+    for others."""
+    rng = np.random.default_rng([seed, pairs, rig.steps, *(round(1e6 * x) for x in (rig.run_sd, rig.drift, effect))])
     return [step_time(*session(rig, by(pairs, number), effect, rng)) for number in range(experiments)]
 
 
@@ -89,7 +90,7 @@ def false_positives(experiments: int, seed: int) -> None:
     print("|---|---|---|---|---|---|---|")
     for name, by in (("AAABBB", one_after_the_other), ("ABBA/BAAB", blocks)):
         for drift in (0.0, 0.03):
-            rig, rng = Rig(drift=drift), np.random.default_rng(seed)
+            rig, rng = Rig(drift=drift), np.random.default_rng([seed, len(name), round(1e6 * drift)])
             counts: Counter[str] = Counter()
             for number in range(experiments):
                 a, b = session(rig, by(8, number), 0.0, rng)
@@ -144,7 +145,7 @@ def several_metrics(experiments: int, seed: int) -> None:
     print("| run effect sd | a further metric, uncorrected | corrected (Holm) | overall verdict |")
     print("|---|---|---|---|")
     for run_sd in (0.003, 0.005, 0.01):
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng([seed, round(1e6 * run_sd)])
         counts: Counter[str] = Counter()
         for number in range(experiments):
             raw = [step_time(*session(Rig(run_sd=run_sd), blocks(8, number), 0.0, rng))]
@@ -165,7 +166,8 @@ def detectable(experiments: int, seed: int) -> None:
     print("| run effect sd | pairs | stated | middle 80 % | t test finds the median |")
     print("|---|---|---|---|---|")
     for run_sd in (0.003, 0.005, 0.01):
-        rig, rng = Rig(run_sd=run_sd, steps=200, drift=0.0), np.random.default_rng(seed)
+        rig = Rig(run_sd=run_sd, steps=200, drift=0.0)
+        rng = np.random.default_rng([seed, round(1e6 * run_sd)])
         sessions = [session(rig, blocks(6, number), 0.0, rng) for number in range(experiments)]
         medians: list[Any] = [list(zip(np.median(a, 1), np.median(b, 1), strict=True)) for a, b in sessions]
         for pairs in (6, 8, 12):

@@ -7,12 +7,13 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import nctdtr, stdtrit  # type: ignore[import-untyped]
+from scipy.special import nctdtr, ndtri, stdtrit  # type: ignore[import-untyped]
 
 Floats = NDArray[np.float64]
 
 # Below it no verdict but `no difference` is possible: five pairs of one sign have an exact p of 2/2⁵ = .0625.
 MIN_PAIRS = 6
+MOST_PAIRS = 1_000_000
 POWER = 0.8
 
 # An exact test counts all arrangements up to this many (20 pairs, 11 runs against 11); else it draws some, seeded.
@@ -21,18 +22,29 @@ DRAWS = 2**14
 
 
 def needed_pairs(sd: float, effect: float, *, confidence: float = 0.95, power: float = POWER) -> int:
-    """The fewest pairs, at least `MIN_PAIRS`, whose t test finds `effect` with probability `power` where differences
-    of pairs have the standard deviation `sd` (> 0), both in one unit."""
+    """The fewest pairs whose t test finds `effect` with probability `power` where differences of pairs have the
+    standard deviation `sd` (both > 0, in one unit); at least `MIN_PAIRS`, at most `MOST_PAIRS`."""
     if not (sd > 0 and effect > 0):
         raise ValueError(f"sd {sd} and effect {effect} must be positive")
-    low, high = MIN_PAIRS - 1, MIN_PAIRS
-    while t_power(effect / sd * math.sqrt(high), high, confidence) < power:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = t_power(effect / sd * math.sqrt(middle), middle, confidence) >= power
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+    of_normal = ((float(ndtri((1 + confidence) / 2)) + float(ndtri(power))) * min(sd / effect, MOST_PAIRS)) ** 2
+    if of_normal > MOST_PAIRS:
+        return MOST_PAIRS
+    pairs = max(MIN_PAIRS, math.floor(of_normal))
+    while t_power(effect / sd * math.sqrt(pairs), pairs, confidence) < power:
+        pairs += 1
+    return pairs
+
+
+def detectable_effect(sd: float, pairs: int, *, confidence: float = 0.95, power: float = POWER) -> float:
+    """The smallest effect that the t test of `pairs` (≥ 2) differences with standard deviation `sd` finds with
+    probability `power`, in the unit of `sd`."""
+    low, high = 0.0, 1.0
+    while t_power(high * math.sqrt(pairs), pairs, confidence) < power:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_power(middle * math.sqrt(pairs), pairs, confidence) < power else (low, middle)
+    return high * sd
 
 
 def t_power(noncentrality: float, n: int, confidence: float = 0.95) -> float:

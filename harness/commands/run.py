@@ -21,7 +21,7 @@ from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import Mode
 from harness.report import build
 from harness.report.text import render
-from harness.text import counted, one_line
+from harness.text import GIB, counted, number, one_line
 from harness.validation import validate_inputs
 
 TAKES_OVERRIDES = True
@@ -136,7 +136,7 @@ def _progress(config: Trainer.Config) -> Iterator[OnStep]:
     if not console.is_terminal:
 
         def print_step(step: int, row: dict[str, Any]) -> None:
-            _say(f"step {step + 1}/{steps}  {_summary(row)}")
+            _say(f"step {step + 1}/{steps}  {progress_words(row)}")
 
         yield _once_per_step(print_step)
         return
@@ -151,7 +151,7 @@ def _progress(config: Trainer.Config) -> Iterator[OnStep]:
         task = bar.add_task("", total=steps, now="starting the ranks")
 
         def show_step(step: int, row: dict[str, Any]) -> None:
-            bar.update(task, completed=step + 1, now=_summary(row))
+            bar.update(task, completed=step + 1, now=progress_words(row))
 
         yield _once_per_step(show_step)
 
@@ -168,16 +168,22 @@ def _once_per_step(show: Any) -> OnStep:
     return on_step
 
 
-def _summary(row: dict[str, Any]) -> str:
-    """Loss, speed and peak memory of one rank's step; without an allocator (CPU) the peak is the process's own."""
+def progress_words(row: dict[str, Any]) -> str:
+    """Loss, speed and peak memory of one rank's step: on CUDA what the allocator handed out; on CPU the process's own
+    in every line, and beside it the tensors of the steps that track them."""
     allocated, resident = row.get("peak_allocated_bytes"), row.get("peak_rss_bytes")
-    peak, kind = (resident, "resident") if allocated is None else (allocated, "allocated")
-    figures = (
-        ("loss", row.get("loss"), "{:.4f}"),
-        ("tokens/s per device", row.get("tokens_per_s"), "{:,.0f}"),
-        (f"peak {kind} GiB", None if peak is None else peak / 2**30, "{:.4f}"),
-    )
-    return "  ".join(f"{name} {'n/a' if value is None else form.format(value)}" for name, value, form in figures)
+    speed = row.get("tokens_per_s")
+    words = [f"loss {number(row.get('loss'))}", f"tokens/s per device {'n/a' if speed is None else f'{speed:,.0f}'}"]
+    if row.get("memory_source") == "cuda_allocator":
+        words.append(f"peak allocated GiB {_gib(allocated)}")
+    else:
+        words.append(f"peak resident GiB {_gib(resident)}")
+        words += [] if allocated is None else [f"of which tracked tensors {_gib(allocated)}"]
+    return "  ".join(words)
+
+
+def _gib(value: int | None) -> str:
+    return number(None if value is None else value / GIB)
 
 
 def _say(text: str) -> None:

@@ -31,6 +31,7 @@ COMMANDS = {
     "memory": "peaks, stacking and composition of allocator snapshots",
     "ledger": "predicted memory and communication of a run, next to what a recording of it measured",
     "compare": "one recording against another: what changed, what the runs differ in, and bounds for CI",
+    "probe": "does a setting change anything? repeated runs of each arm, and a verdict with its interval",
     "doctor": "what this machine can run, what is missing and the command for it",
 }
 

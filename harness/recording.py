@@ -42,6 +42,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 # Set by a launcher: it owns status.json, since it alone sees ranks that are killed.
 LAUNCHED_VARIABLE = "MESHSCOPE_LAUNCHED"
+# Names, separated by commas, of variables that are recorded besides those that always are.
+RECORDED_VARIABLES = "MESHSCOPE_RECORDED_VARIABLES"
 # Set by a launcher: the mode that the ranks run in, for a trainer that can rehearse (see `Mode`).
 MODE_VARIABLE = "MESHSCOPE_MODE"
 

@@ -8,14 +8,26 @@ from harness.config import Trainer, with_overrides
 from harness.recipes import BUILT_IN, load_config
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+def add_recipe_arguments(
+    parser: argparse.ArgumentParser, *, module: str | None = None, config: str | None = None
+) -> None:
+    """`module` and `config` are defaults; without them the options are required."""
+    shown = "" if module is None else f" (default: {module})"
     parser.add_argument(
         "--module",
-        required=True,
+        required=module is None,
+        default=module,
         metavar="M",
-        help=f"{' or '.join(BUILT_IN)}; or your own: a .py file, or a dotted name under this folder (runs.mine)",
+        help=f"{' or '.join(BUILT_IN)}; or your own: a .py file, or a dotted name under this folder (runs.mine){shown}",
     )
-    parser.add_argument("--config", required=True, metavar="C", help="the function of M that returns the run")
+    shown = "" if config is None else f" (default: {config})"
+    parser.add_argument(
+        "--config",
+        required=config is None,
+        default=config,
+        metavar="C",
+        help=f"the function of M that returns the run{shown}",
+    )
     parser.add_argument("--nproc", type=int, metavar="N", help="number of ranks (the run's world_size)")
     parser.epilog = "Any field can be replaced: --training.steps 20 --parallelism.tp=1 (run --print-config lists all)."
 

@@ -17,6 +17,7 @@ import torch
 
 from harness import __version__
 from harness.masking import masked, masked_arguments
+from harness.recording import RECORDED_VARIABLES
 
 # The whole environment is never kept: it holds tokens.
 ENVIRONMENT_PREFIXES = (
@@ -41,12 +42,13 @@ MAX_WARNINGS = 200
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The allow-listed part of the environment, secrets masked."""
+    """The allow-listed part of the environment, and what a launcher asks for besides, secrets masked."""
     source = os.environ if variables is None else variables
+    asked_for = source.get(RECORDED_VARIABLES, "").split(",")
     return {
         name: masked(name, value)
         for name, value in sorted(source.items())
-        if name in ENVIRONMENT_NAMES or name.startswith(ENVIRONMENT_PREFIXES)
+        if name in ENVIRONMENT_NAMES or name.startswith(ENVIRONMENT_PREFIXES) or name in asked_for
     }
 
 

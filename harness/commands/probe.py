@@ -1,0 +1,220 @@
+"""`meshscope probe`: does a setting change anything? Repeated runs of each arm, and a verdict with its interval."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from harness.commands import add_json_argument
+from harness.commands.run import DEFAULT_PARENT
+from harness.doctor import choose_mode
+from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, UsageError
+from harness.launch import TIMEOUT_S, WORKER
+from harness.recipes.arguments import add_recipe_arguments, config_from
+from harness.recording import MODES, RECORDED_VARIABLES, Mode, read_json, write_json
+from harness.text import counted, one_line
+from harness.validation import validate_inputs
+from probes import liveness, text
+from probes.analysis import Analysis, analyse, refused, without_trials
+from probes.engine import conduct
+from probes.experiment import Experiment, default_thresholds, locked, with_windows
+from probes.knobs import KNOBS, Arm, find_knob, split_values
+from probes.reduce import COMPARED
+from probes.stats import DEFAULT_PAIRS
+from probes.validity import RefusedError
+
+TAKES_OVERRIDES = True
+WARMUP, MEASURED = 10, 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "knob", nargs="?", metavar="KNOB", help=f"{', '.join(KNOBS)}; or NAME=a,b for any variable (unset is a value)"
+    )
+    parser.add_argument("--list", action="store_true", help="the knobs: hypothesis, where they act, what is known")
+    add_recipe_arguments(parser, module="debug", config="tiny")
+    parser.add_argument("--arms", metavar="A,B,…", help="values to compare, the first is the baseline")
+    parser.add_argument(
+        "--arm", action="append", default=[], metavar="VALUE", help="one arm more; for values that hold a comma"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=DEFAULT_PAIRS, metavar="N", help="pairs of trials (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=WARMUP, metavar="N", help="steps of each trial to discard (default: %(default)s)"
+    )
+    parser.add_argument("--metric", choices=COMPARED, help="what decides (default: the knob's own)")
+    parser.add_argument("--seed", type=int, default=0, help="draws the order of the trials (default: %(default)s)")
+    parser.add_argument(
+        "--mode",
+        choices=[mode for mode in MODES if mode != "imported"],
+        help="as of meshscope run; rehearsal decides about memory only",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the experiment; the same command goes on with it (default: runs/out/probe-KNOB-TIME)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="S",
+        help="a trial in which no rank ends a step for S seconds has hung (default: %(default)g)",
+    )
+    parser.add_argument("--force", action="store_true", help="run the trials even where the verdict is known before")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exits 0 once there is a verdict, whatever it is; 3 if trials failed so that there is none; 5 if this build or
+    machine cannot run the knob."""
+    if args.list:
+        print(json.dumps([knob.to_json() for knob in KNOBS.values()]) if args.json else text.knob_list(KNOBS.values()))
+        return EXIT_OK
+    experiment = plan(args)
+    known, notes = before_trials(experiment)
+    if known is not None and not args.force:
+        _print(known, args.json)
+        return EXIT_UNAVAILABLE if known.verdict == "unavailable in this build" else EXIT_OK
+    experiment = replace(experiment, directory=_folder(args.out, experiment))
+    analysis = perform(experiment, notes)
+    _print(analysis, args.json)
+    return EXIT_OK if analysis.decided else EXIT_FAILED
+
+
+def plan(args: argparse.Namespace) -> Experiment:
+    """The experiment that the arguments mean, in no folder yet. Raises `UsageError` and `UnavailableError`."""
+    if args.knob is None:
+        raise UsageError(f"which knob? {', '.join(KNOBS)}, or NAME=a,b for a variable (--list says more)")
+    knob, values = find_knob(args.knob)
+    if args.arms or args.arm:
+        if values is not None:
+            raise UsageError(f"{args.knob} names its arms already: leave out --arms and --arm")
+        values = [*(split_values(args.arms) if args.arms else []), *args.arm]
+    arms = knob.arms(values)
+    _require(args.repeats >= 2, f"--repeats {args.repeats} must be at least 2: one pair has no interval")
+    _require(args.warmup >= 1, f"--warmup {args.warmup} must be at least 1: the first step is never like the others")
+    _require(args.timeout > 0, f"--timeout {args.timeout:g} must be above 0")
+    _require(args.seed >= 0, f"--seed {args.seed} must be 0 or above")
+    named = {name for name, _ in args.overrides}
+    for arm in arms:
+        if twice := named & arm.overrides.keys():
+            raise UsageError(f"--{twice.pop()} is what {knob.name} changes: leave it out, or name --arms")
+    config = config_from(args)
+    mode, _ = choose_mode(config, args.mode)
+    config.training.device = "cpu" if mode == "cpu" else "cuda"
+    validate_inputs(config)
+    config = with_windows(config, warmup=args.warmup, steps=None if "training.steps" in named else MEASURED)
+    primary = args.metric or knob.metric
+    if mode == "rehearsal" and not COMPARED[primary].is_bytes:
+        raise UsageError(f"mode rehearsal shows memory only and {primary} decides: name one in bytes with --metric")
+    experiment = Experiment(
+        directory=Path(),
+        knob=knob,
+        arms=arms,
+        same_as={} if args.force else liveness.same_settings(arms, knob, config),
+        config=config,
+        mode=mode,
+        environment=_environment(mode, arms),
+        pairs=args.repeats,
+        seed=args.seed,
+        warmup=args.warmup,
+        primary=primary,
+        thresholds=default_thresholds(knob, primary, list(COMPARED)),
+        timeout_s=args.timeout,
+    )
+    for arm in arms:
+        experiment.config_of(arm)
+    return experiment
+
+
+def _environment(mode: Mode, arms: Sequence[Arm]) -> dict[str, str]:
+    """Of every arm: what its variables are is to be recorded, and in mode cpu no rank may open a CUDA context by
+    accident."""
+    variables = {name for arm in arms for name in arm.environment}
+    found = {RECORDED_VARIABLES: ",".join(sorted(variables))} if variables else {}
+    if mode == "cpu" and "CUDA_VISIBLE_DEVICES" not in variables:
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    return found
+
+
+def before_trials(experiment: Experiment) -> tuple[Analysis | None, list[str]]:
+    """The verdict where it is known without a trial, and what the libraries say of the variables."""
+    if why := liveness.without_device(experiment.knob, experiment.mode):
+        return without_trials(experiment, "unavailable in this build", [why]), [why]
+    notes: list[str] = []
+    if liveness.is_examined(experiment.arms):
+        verdict, notes = liveness.dead(experiment.arms, liveness.this_build())
+        if verdict is not None:
+            return without_trials(experiment, verdict, notes), notes
+    same = [f"{arm} is the same setting as {other}: {why}" for arm, (other, why) in experiment.same_as.items()]
+    if len(experiment.run_arms) < 2:
+        return without_trials(experiment, "no difference", [*notes, *same]), notes
+    return None, [*notes, *same]
+
+
+def perform(experiment: Experiment, notes: Sequence[str], program: Sequence[str] = WORKER) -> Analysis:
+    """Runs what is left of the experiment in its folder and writes analysis.json."""
+    directory = experiment.directory
+    with locked(directory):
+        resumed = experiment.fix()
+        arms = " / ".join(arm.name for arm in experiment.run_arms)
+        _say(
+            f"{experiment.knob.name}: {arms}, {counted(len(experiment.order()), 'trial')}, mode {experiment.mode}, "
+            f"{'going on' if resumed else 'recording'} in {directory}"
+        )
+        try:
+            analysis = analyse(experiment, conduct(experiment, _say, program), notes)
+        except KeyboardInterrupt:
+            _say(f"trials that ended are kept: the same command with --out {directory} goes on")
+            raise
+        except RefusedError as error:
+            _say(f"meshscope probe: error: {one_line(str(error))}")
+            analysis = refused(experiment, str(error))
+        write_json(directory / "analysis.json", analysis.to_json())
+    for outcome in analysis.failures():
+        _say(f"meshscope probe: error: {one_line(outcome)}")
+    return analysis
+
+
+def _folder(wanted: Path | None, experiment: Experiment) -> Path:
+    """The folder of the experiment, made now if need be: the one asked for, or the default one that holds the same
+    plan without its end, or a new one. Raises `UsageError` if it cannot be made."""
+    try:
+        if wanted is not None:
+            wanted.mkdir(parents=True, exist_ok=True)
+            return wanted.resolve()
+        stem = re.sub(r"[^\w.-]", "_", f"probe-{experiment.knob.name}")
+        for path in sorted(DEFAULT_PARENT.glob(f"{stem}-*/experiment.json"), reverse=True):
+            if not (path.parent / "analysis.json").exists() and read_json(path) == experiment.to_json():
+                return path.parent.resolve()
+        directory = DEFAULT_PARENT / f"{stem}{time.strftime('-%Y%m%d-%H%M%S')}-{os.getpid()}"
+        directory.mkdir(parents=True)
+        return directory.resolve()
+    except OSError as error:
+        raise UsageError(f"--out {wanted or DEFAULT_PARENT}: {error.strerror}; name another folder") from None
+
+
+def _print(analysis: Analysis, as_json: bool) -> None:
+    print(json.dumps(analysis.to_json(), allow_nan=False) if as_json else text.render(analysis))
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+def _say(line: str) -> None:
+    """Progress and errors; an experiment goes on when nobody reads them any more."""
+    with suppress(BrokenPipeError):
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,303 @@
+"""From the trials of an experiment to its verdict: pairs compared by `stats`, losses held against one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from harness.compare.metrics import Value
+from harness.compare.runs import LABELLED_MODES, Verdict
+from harness.text import one_line
+from probes import stats
+from probes.engine import Progress, voided
+from probes.experiment import Experiment, Trial, scale_of
+from probes.liveness import Dead
+from probes.reduce import COMPARED, losses, trial_metrics
+
+SCHEMA_VERSION = 1
+LOSS_TOLERANCE = 1e-2
+"""Relative; beyond it, and beyond what trials of one arm differ by, arms do not train the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmComparison:
+    """One arm against the baseline. `reason` says what decided where it was no metric."""
+
+    arm: str
+    verdict: Verdict
+    metrics: list[stats.Comparison]
+    reason: str | None = None
+    needed_pairs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Analysis:
+    """What an experiment says. `decided` is False where nothing can be said because its trials failed."""
+
+    experiment: Experiment
+    verdict: Verdict | Dead
+    comparisons: list[ArmComparison]
+    comparable: bool
+    notes: list[str]
+    progress: Progress = field(default_factory=Progress)
+    values: dict[Trial, dict[str, Value]] = field(default_factory=dict)
+    sees_pct: dict[str, float] = field(default_factory=dict)
+    """Metric -> the smallest effect (percent) that these pairs find four times in five, from an A/A."""
+    decided: bool = True
+
+    def recommended(self) -> ArmComparison | None:
+        """The arm that is better, by the largest effect on the deciding metric if several are."""
+        found = [item for item in self.comparisons if item.verdict == "better"]
+        return max(found, key=lambda item: self._gain(item), default=None) if self.comparable else None
+
+    def _gain(self, item: ArmComparison) -> float:
+        primary = next((m for m in item.metrics if m.metric == self.experiment.primary), None)
+        if primary is None or primary.effect_pct is None:
+            return math.inf if primary is None else 0.0
+        return -primary.effect_pct if primary.better == "lower" else primary.effect_pct
+
+    def failures(self) -> list[str]:
+        """Why arms did not run, where that leaves nothing to say."""
+        if self.decided:
+            return []
+        return [f"arm {arm} {kind}: {reason}" for arm, (kind, reason) in self.progress.outcomes.items()] + [
+            f"a pair was given up: {reason}" for reason in self.progress.dropped.values()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `meshscope probe --json`, and analysis.json."""
+        experiment = self.experiment
+        best = self.recommended()
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "mode": experiment.mode,
+            "verdict": self.verdict,
+            "metrics": [{"arm": item.arm, **metric.to_json()} for item in self.comparisons for metric in item.metrics],
+            "arms": [self._arm(arm.name) | arm.to_json() for arm in experiment.arms],
+            "comparable": self.comparable,
+            "notes": self.notes,
+            "errors": [],
+            "comparisons": [
+                {"arm": i.arm, "baseline": experiment.baseline.name, "verdict": i.verdict, "reason": i.reason}
+                for i in self.comparisons
+            ],
+            "recommended": best and {"arm": best.arm, **_settings(experiment, best.arm)},
+            "sees_pct": self.sees_pct,
+            "experiment": {"path": str(experiment.directory), **experiment.to_json()},
+            "trials": [self._trial(trial) for trial in self.progress.trials],
+            "voided": voided(experiment),
+            "dropped": [{"pair": pair, "reason": reason} for pair, reason in self.progress.dropped.items()],
+        }
+
+    def _arm(self, name: str) -> dict[str, Any]:
+        outcome = self.progress.outcomes.get(name)
+        same = self.experiment.same_as.get(name)
+        return {
+            "runs": len(self.progress.valid(name)),
+            "outcome": outcome and {"kind": outcome[0], "reason": outcome[1]},
+            "same_as": same and {"arm": same[0], "reason": same[1]},
+        }
+
+    def _trial(self, trial: Trial) -> dict[str, Any]:
+        judged = self.progress.trials[trial]
+        return {
+            "index": trial.index,
+            "pair": trial.pair,
+            "arm": trial.arm,
+            "path": str(self.experiment.trial_directory(trial)),
+            "state": judged.state,
+            "reason": judged.reason,
+            "values": {name: value.value for name, value in self.values.get(trial, {}).items()},
+        }
+
+
+def _settings(experiment: Experiment, arm: str) -> dict[str, Any]:
+    found = experiment.arm(arm)
+    return {"environment": found.environment, "overrides": found.overrides}
+
+
+def without_trials(experiment: Experiment, verdict: Verdict | Dead, notes: list[str]) -> Analysis:
+    """For a verdict that is known before any trial."""
+    return Analysis(experiment=experiment, verdict=verdict, comparisons=[], comparable=True, notes=notes)
+
+
+def refused(experiment: Experiment, reason: str) -> Analysis:
+    """Where trials differ in something that no arm declares."""
+    return Analysis(
+        experiment=experiment, verdict="inconclusive", comparisons=[], comparable=False, notes=[reason], decided=False
+    )
+
+
+def analyse(experiment: Experiment, progress: Progress, notes: Sequence[str] = ()) -> Analysis:
+    """Compares every arm with the first. Raises `InputError` for a recording that cannot be read any more."""
+    valid = [trial for trial, judged in progress.trials.items() if judged.state == "valid"]
+    values = {trial: trial_metrics(experiment.trial_directory(trial), experiment.warmup) for trial in valid}
+    found = [*notes, *progress.notes]
+    comparisons = []
+    rest = [arm.name for arm in experiment.run_arms[1:]]
+    for arm in rest:
+        comparison, more = _compare(experiment, progress, values, arm, 1 - 0.05 / len(rest))
+        comparisons.append(comparison)
+        found += more
+    if len(rest) > 1:
+        found.append(
+            f"{len(rest)} arms are compared with {experiment.baseline.name}: each interval is for "
+            f"{100 * (1 - 0.05 / len(rest)):.3g} %, so that all hold together at 95 % (Bonferroni)"
+        )
+    same, more = _same_training(experiment, progress)
+    found += more
+    if why := LABELLED_MODES.get(experiment.mode):
+        found.append(f"mode {experiment.mode} ({why}): times are not a cluster's")
+    found += [f"arm {arm} {kind}: {reason}" for arm, (kind, reason) in progress.outcomes.items()]
+    found += [f"a pair was given up: {reason}" for reason in progress.dropped.values()]
+    if runs_again := {(item["pair"], item["void"]) for item in voided(experiment)}:
+        found.append(f"{len(runs_again)} void pair{'s' * (len(runs_again) > 1)} ran again, for reasons set in advance")
+    return Analysis(
+        experiment=experiment,
+        verdict=_overall([item.verdict for item in comparisons]) if same else "inconclusive",
+        comparisons=comparisons,
+        comparable=same,
+        notes=found,
+        progress=progress,
+        values=values,
+        sees_pct=_sees(experiment, values) if experiment.is_aa() else {},
+        decided=any(item.metrics or item.reason for item in comparisons),
+    )
+
+
+def _compare(
+    experiment: Experiment,
+    progress: Progress,
+    values: dict[Trial, dict[str, Value]],
+    arm: str,
+    confidence: float,
+) -> tuple[ArmComparison, list[str]]:
+    by_outcome = _by_outcome(experiment, progress, arm)
+    if by_outcome is not None:
+        return by_outcome, []
+    of_a, of_b = ({t.pair: v for t, v in values.items() if t.arm == name} for name in (experiment.baseline.name, arm))
+    shared = sorted(of_a.keys() & of_b.keys())
+    if len(shared) < 2:
+        return ArmComparison(arm=arm, verdict="inconclusive", metrics=[]), [
+            f"{arm}: {len(shared)} valid pairs with {experiment.baseline.name}; an interval needs 2"
+        ]
+    compared, notes = [], []
+    for name, metric in COMPARED.items():
+        if experiment.mode == "rehearsal" and not metric.is_bytes:  # one process shows no cluster's times
+            continue
+        a, b = [of_a[pair][name] for pair in shared], [of_b[pair][name] for pair in shared]
+        numbers_a = [value.value for value in a if value.value is not None]
+        numbers_b = [value.value for value in b if value.value is not None]
+        sources = {value.source for value in (*a, *b)}
+        if not (numbers_a and numbers_b):
+            if name == experiment.primary:
+                notes.append(f"{name} is not known: {next(v.reason for v in (*a, *b) if v.value is None)}")
+            continue
+        if len(numbers_a) + len(numbers_b) < 2 * len(shared) or len(sources) > 1:
+            notes.append(f"{arm}: {name} is not known, or not from the same source, in every trial: not compared")
+            continue
+        try:
+            compared.append(
+                stats.compare_pairs(
+                    name,
+                    numbers_a,
+                    numbers_b,
+                    better=metric.better,
+                    scale=scale_of(name),
+                    threshold=experiment.thresholds.get(name),
+                    confidence=confidence,
+                )
+            )
+        except ValueError as error:
+            notes.append(f"{arm}: {one_line(str(error))}")
+    primary = next((item for item in compared if item.metric == experiment.primary), None)
+    if primary is None:
+        return ArmComparison(arm=arm, verdict="inconclusive", metrics=compared), notes
+    compared = stats.correct(compared, experiment.primary)
+    return ArmComparison(
+        arm=arm,
+        verdict=stats.verdict_of(compared, experiment.primary),
+        metrics=compared,
+        needed_pairs=primary.needed_pairs,
+    ), notes
+
+
+def _by_outcome(experiment: Experiment, progress: Progress, arm: str) -> ArmComparison | None:
+    """The verdict where one of both arms runs and the other does not."""
+    baseline = experiment.baseline.name
+    one, other = progress.outcomes.get(baseline), progress.outcomes.get(arm)
+    if other and one is None and progress.valid(baseline):
+        return ArmComparison(arm=arm, verdict="worse", metrics=[], reason=f"{arm} {other[0]}: {other[1]}")
+    if one and other is None and progress.valid(arm):
+        return ArmComparison(arm=arm, verdict="better", metrics=[], reason=f"{baseline} {one[0]}: {one[1]}")
+    return None
+
+
+def _overall(verdicts: list[Verdict]) -> Verdict:
+    """With several arms: better if one is; worse, or no difference, if all are."""
+    if "better" in verdicts:
+        return "better"
+    alike = set(verdicts)
+    return alike.pop() if len(alike) == 1 else "inconclusive"
+
+
+def _same_training(experiment: Experiment, progress: Progress) -> tuple[bool, list[str]]:
+    """Whether the arms trained the same: each step's loss, against the baseline's trial of the same pair."""
+    series = {
+        trial: losses(judged.recording)
+        for trial, judged in progress.trials.items()
+        if judged.state == "valid" and judged.recording
+    }
+    baseline = experiment.baseline.name
+    own = [values for trial, values in series.items() if trial.arm == baseline]
+    noise = max((_apart(one, two) for one, two in pairwise(own)), default=0.0)
+    notes = []
+    same = True
+    for arm in experiment.run_arms[1:]:
+        pairs = [
+            (values, theirs)
+            for trial, values in series.items()
+            for other, theirs in series.items()
+            if trial.arm == arm.name and other.arm == baseline and trial.pair == other.pair
+        ]
+        if not pairs:
+            continue
+        apart = max(_apart(one, two) for one, two in pairs)
+        if apart == 0:
+            continue
+        if apart > max(LOSS_TOLERANCE, 2 * noise):
+            same = False
+            notes.append(
+                f"not comparable: {arm.name} does not train the same: its losses are up to {100 * apart:.3g} % off "
+                f"{baseline}'s (tolerance {100 * max(LOSS_TOLERANCE, 2 * noise):.3g} %)"
+            )
+        else:
+            notes.append(f"losses of {arm.name} agree with {baseline}'s to {100 * apart:.2g} %")
+    if series and not notes and len(experiment.run_arms) > 1:
+        notes.append("losses of all arms are equal, step by step")
+    return same, notes
+
+
+def _apart(one: Sequence[float | None], two: Sequence[float | None]) -> float:
+    """The largest relative difference of two series."""
+    known = [(a, b) for a, b in zip(one, two, strict=False) if a is not None and b is not None]
+    return max((abs(a - b) / max(abs(a), abs(b)) for a, b in known if a != b), default=0.0)
+
+
+def _sees(experiment: Experiment, values: dict[Trial, dict[str, Value]]) -> dict[str, float]:
+    """From an A/A: what as many pairs can tell apart, for metrics that vary."""
+    names = [arm.name for arm in experiment.run_arms[:2]]
+    found = {}
+    for metric in COMPARED:
+        numbers: dict[int, dict[str, float]] = {}
+        for trial, of_trial in values.items():
+            value = of_trial[metric].value
+            if trial.arm in names and value:
+                numbers.setdefault(trial.pair, {})[trial.arm] = value
+        pairs = [(pair[names[0]], pair[names[1]]) for pair in numbers.values() if len(pair) == 2]
+        if len(pairs) >= 2:
+            found[metric] = stats.detectable_effect_pct(pairs, len(pairs))
+    return found

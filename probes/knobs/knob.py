@@ -1,0 +1,137 @@
+"""What a knob is, and the arms that its values make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.compare.difference import OF_EACH_RUN
+from harness.errors import UsageError
+from harness.masking import masked
+
+UNSET = "unset"
+"""The value of a variable that is not set at all."""
+
+ASSIGNMENT = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+# torchrun and the launcher set these on every rank, whatever an arm says.
+SET_BY_LAUNCHER = OF_EACH_RUN | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+NEVER_UNSET = frozenset({"OMP_NUM_THREADS", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One setting: `environment` maps a variable to its value, None where it is not set; `overrides` are dotted
+    fields of the configuration with their values. `name` is unique among the arms of an experiment."""
+
+    name: str
+    environment: dict[str, str | None]
+    overrides: dict[str, str]
+
+    @property
+    def folder(self) -> str:
+        """The name, fit for a folder's."""
+        return re.sub(r"[^\w.-]+", "_", self.name)[:60]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "environment": self.environment, "overrides": self.overrides}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knob:
+    """Something that can be set before a run: an environment variable, a field of the configuration, or neither (for
+    an A/A, whose arms differ in nothing).
+
+    `metric` decides the verdict; `threshold` replaces the metric's usual one. `values` are the arms if none are asked
+    for, the first being the baseline. `default` is what an unset variable means where that is documented. `known` are
+    measured facts. `needs_cuda`: what reads it does not run in mode cpu.
+    """
+
+    name: str
+    hypothesis: str
+    acts_on: str
+    metric: str
+    values: tuple[str, ...]
+    variable: str | None = None
+    field: str | None = None
+    default: str | None = None
+    threshold: float | None = None
+    known: tuple[str, ...] = ()
+    needs_cuda: bool = False
+
+    def arms(self, values: Sequence[str] | None = None) -> list[Arm]:
+        """The arms that `values` mean, in this order. A value `NAME=VALUE` sets that variable instead of the knob's.
+
+        Raises `UsageError` for fewer than two, and for what no arm can set.
+        """
+        values = self.values if values is None else values
+        if len(values) < 2:
+            raise UsageError(
+                f"probe {self.name}: one arm ({', '.join(values)}) compares with nothing: name two or more"
+            )
+        names: list[str] = []
+        arms = []
+        for value in values:
+            names.append(value)
+            count = names.count(value)
+            arms.append(self._arm(value, value if count == 1 else f"{value}-{count}"))
+        variables = {name for arm in arms for name in arm.environment}
+        return [  # what another arm sets is not set in this one
+            Arm(
+                name=arm.name,
+                environment={name: arm.environment.get(name) for name in sorted(variables)},
+                overrides=arm.overrides,
+            )
+            for arm in arms
+        ]
+
+    def _arm(self, value: str, name: str) -> Arm:
+        assignment = ASSIGNMENT.fullmatch(value)
+        if assignment and self.field is None:
+            return Arm(name=name, environment={assignment[1]: _checked(assignment[1], assignment[2])}, overrides={})
+        if self.variable is not None:
+            given = None if value == UNSET else value
+            return Arm(name=name, environment={self.variable: _checked(self.variable, given)}, overrides={})
+        if self.field is not None:
+            return Arm(name=name, environment={}, overrides={self.field: value})
+        return Arm(name=name, environment={}, overrides={})
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "knob": self.name,
+            "hypothesis": self.hypothesis,
+            "acts_on": self.acts_on,
+            "variable": self.variable,
+            "field": self.field,
+            "arms": list(self.values),
+            "metric": self.metric,
+            "known": list(self.known),
+        }
+
+
+def _checked(variable: str, value: str | None) -> str | None:
+    if not NAME.fullmatch(variable):
+        raise UsageError(f"{variable!r} is no name of an environment variable")
+    if variable in SET_BY_LAUNCHER or variable.startswith(("MESHSCOPE_", "TORCHELASTIC_")):
+        raise UsageError(f"{variable} is set for each rank by the launcher: no arm can set it")
+    if value is None and variable in NEVER_UNSET:
+        raise UsageError(f"{variable} cannot be unset: the launcher gives it to every rank; name a value")
+    if value is not None:
+        if "\0" in value:
+            raise UsageError(f"{variable}: a value cannot hold a zero byte")
+        if masked(variable, value) != value:
+            raise UsageError(
+                f"{variable}: its value looks like a secret and is never recorded, so no trial could prove it"
+            )
+    return value
+
+
+def split_values(text: str) -> list[str]:
+    """`a,b,c` as its values. Raises `UsageError` for an empty one: `unset` is how an absent variable is named."""
+    values = text.split(",")
+    if "" in values:
+        raise UsageError(f"{text!r} holds an empty value; an absent variable is named {UNSET}")
+    return values

@@ -1,0 +1,144 @@
+"""An experiment for people: the verdict first, then what it rests on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+
+from harness.text import counted, printable, quantity, signed_percent, table
+from probes.analysis import Analysis, ArmComparison
+from probes.engine import voided
+from probes.knobs import UNSET, Knob
+from probes.stats import Comparison
+
+
+def render(analysis: Analysis) -> str:
+    sections = [
+        _verdict(analysis),
+        *(_metrics(analysis, item) for item in analysis.comparisons),
+        _sees(analysis),
+        _arms(analysis),
+        _recommended(analysis),
+        (f"note: {note}" for note in analysis.notes),
+        [f"experiment: {analysis.experiment.directory}"] if analysis.progress.trials else [],
+    ]
+    return "\n\n".join("\n".join(map(printable, lines)) for section in sections if (lines := list(section)))
+
+
+def _verdict(analysis: Analysis) -> Iterator[str]:
+    experiment = analysis.experiment
+    state = "" if analysis.comparable else " (the arms are not comparable)"
+    yield f"{analysis.verdict}{state}: {experiment.knob.name}, mode {experiment.mode}, {experiment.config.name}"
+    for item in analysis.comparisons:
+        yield f"  {item.arm} against {experiment.baseline.name}: {item.verdict}{_because(analysis, item)}"
+
+
+def _because(analysis: Analysis, item: ArmComparison) -> str:
+    if item.reason:
+        return f" ({item.reason})"
+    primary = next((m for m in item.metrics if m.metric == analysis.experiment.primary), None)
+    if primary is None:
+        return ""
+    words = f" ({primary.metric} {_change(primary)}, {_interval(primary)}"
+    if item.needed_pairs:
+        words += f"; about {counted(item.needed_pairs, 'pair')} would decide"
+    return words + ")"
+
+
+def _metrics(analysis: Analysis, item: ArmComparison) -> Iterator[str]:
+    if not item.metrics:
+        return
+    baseline = analysis.experiment.baseline.name
+    pairs = max(metric.n_pairs or 0 for metric in item.metrics)
+    yield f"{item.arm} against {baseline}, {counted(pairs, 'pair')}"
+    rows = [
+        [
+            metric.metric + (" (decides)" if metric.metric == analysis.experiment.primary else ""),
+            quantity(metric.metric, metric.a),
+            quantity(metric.metric, metric.b),
+            _change(metric),
+            _interval(metric),
+            metric.verdict,
+        ]
+        for metric in item.metrics
+    ]
+    yield from table(["metric", baseline, item.arm, "change", "interval", "verdict"], rows, last_left=True)
+    for metric in item.metrics:
+        yield from (f"  {metric.metric}: {note}" for note in metric.notes)
+
+
+def _change(metric: Comparison) -> str:
+    if metric.unit == "points":
+        return signed_percent(metric.effect).replace("%", "points")
+    return signed_percent(metric.effect_pct)
+
+
+def _interval(metric: Comparison) -> str:
+    if metric.exact:
+        return "exact"
+    low, high = (metric.ci_low, metric.ci_high) if metric.unit == "points" else (metric.ci_low_pct, metric.ci_high_pct)
+    if low is None or high is None:
+        return "no interval"
+    unit = "points" if metric.unit == "points" else "%"
+    return f"{100 * metric.confidence:.3g} %: {low:+.2f} to {high:+.2f} {unit}"
+
+
+def _sees(analysis: Analysis) -> Iterator[str]:
+    if not analysis.sees_pct:
+        return
+    yield f"what {counted(analysis.experiment.pairs, 'pair')} of this run can see here, four times in five"
+    for metric, percent in analysis.sees_pct.items():
+        yield f"  {metric}  {'any change' if percent == 0 else f'{percent:.2g} % and above'}"
+
+
+def _arms(analysis: Analysis) -> Iterator[str]:
+    experiment = analysis.experiment
+    variables = list(dict.fromkeys(name for arm in experiment.arms for name in arm.environment))
+    fields = list(dict.fromkeys(name for arm in experiment.arms for name in arm.overrides))
+    set_aside = voided(experiment)
+    rows = []
+    for arm in experiment.arms:
+        runs = f"{len(analysis.progress.valid(arm.name))} valid"
+        if again := sum(item["arm"] == arm.name for item in set_aside):
+            runs += f", {again} void"
+        if same := experiment.same_as.get(arm.name):
+            runs = f"not run: as {same[0]} ({same[1]})"
+        values = [arm.environment[name] for name in variables]
+        rows.append(
+            [arm.name]
+            + [UNSET if value is None else value for value in values]
+            + [arm.overrides.get(name, "as it is") for name in fields]
+            + [runs]
+        )
+    yield "arms, and all that they differ in"
+    yield from table(
+        ["arm", *variables, *fields, "trials"], rows, left=1 + len(variables) + len(fields), last_left=True
+    )
+    yield from (f"  void: {item['index']:02d}-{item['arm']}: {item['reason']}" for item in set_aside if item["reason"])
+
+
+def _recommended(analysis: Analysis) -> Iterator[str]:
+    best = analysis.recommended()
+    if best is None:
+        return
+    arm = analysis.experiment.arm(best.arm)
+    yield f"to use it ({best.arm} is better than {analysis.experiment.baseline.name}{_because(analysis, best)}):"
+    for name, value in arm.environment.items():
+        yield f"  unset {name}" if value is None else f"  export {name}={shlex.quote(value)}"
+    if arm.overrides:
+        yield "  " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in arm.overrides.items())
+
+
+def knob_list(knobs: Iterable[Knob]) -> str:
+    """`meshscope probe --list`."""
+    lines = []
+    for knob in knobs:
+        what = knob.variable or knob.field or "nothing"
+        lines += [
+            f"{knob.name}: {what}, arms {', '.join(knob.values)}, decided by {knob.metric}",
+            f"  {knob.hypothesis}",
+            f"  acts on: {knob.acts_on}",
+            *(f"  known: {fact}" for fact in knob.known),
+            "",
+        ]
+    return "\n".join([*lines, "NAME=a,b,c: any environment variable; unset is a value"])

@@ -32,7 +32,6 @@ Scale = Literal["ratio", "points", "bytes"]
 Floats = NDArray[np.float64]
 
 UNITS: dict[Scale, str] = {"ratio": "%", "points": "points", "bytes": "bytes"}
-DEFAULT_PAIRS = 8
 
 # The smallest effect that matters, unless the caller says otherwise; for bytes the smaller of the two.
 THRESHOLD_PCT = 1.0
@@ -107,15 +106,14 @@ def compare_pairs(
     if len(of_a) != len(of_b):
         raise ValueError(f"{metric}: {len(of_a)} trials of A and {len(of_b)} of B do not make pairs")
     frame = _Frame.of(metric, better, scale, of_a, of_b, threshold, confidence, n_pairs=len(of_a))
-    if _repeats(of_a) and _repeats(of_b):
+    if np.ptp(of_a) == np.ptp(of_b) == 0:
         return frame.exactly()
     differences = _analysed(of_b, scale) - _analysed(of_a, scale)
     n, sd = len(differences), float(np.std(differences, ddof=1))
     if sd <= _rounding(of_a, of_b, scale):
         return frame.undecided("every pair has the same difference though the trials vary: not independent runs")
-    flip_p = sign_flip_p(differences)
-    least_p = 2.0 ** (1 - n)
-    return frame.decided(float(np.mean(differences)), sd / math.sqrt(n), n - 1.0, sd, flip_p, least_p)
+    mean, se = float(np.mean(differences)), sd / math.sqrt(n)
+    return frame.decided(mean, se, n - 1.0, sd, sign_flip_p(differences), least_p=2.0 ** (1 - n))
 
 
 def compare_unpaired(
@@ -133,7 +131,7 @@ def compare_unpaired(
     note says so. Arguments and errors as in `compare_pairs`, the lengths may differ."""
     of_a, of_b = _checked(metric, "A", a, scale), _checked(metric, "B", b, scale)
     frame = _Frame.of(metric, better, scale, of_a, of_b, threshold, confidence, n_pairs=None)
-    if _repeats(of_a) and _repeats(of_b):
+    if np.ptp(of_a) == np.ptp(of_b) == 0:
         return frame.exactly()
     one, two = _analysed(of_a, scale), _analysed(of_b, scale)
     var_a, var_b = float(np.var(one, ddof=1)), float(np.var(two, ddof=1))
@@ -144,8 +142,8 @@ def compare_unpaired(
     share = var_a / len(one) / se_squared
     df = 1 / (share**2 / (len(one) - 1) + (1 - share) ** 2 / (len(two) - 1))
     least_p = 2 / math.comb(len(one) + len(two), len(one))
-    effect = float(np.mean(two) - np.mean(one))
-    found = frame.decided(effect, math.sqrt(se_squared), df, sd, permutation_p(one, two), least_p)
+    mean, se = float(np.mean(two) - np.mean(one)), math.sqrt(se_squared)
+    found = frame.decided(mean, se, df, sd, permutation_p(one, two), least_p)
     return replace(found, notes=(*found.notes, "not paired: a drift between the arms would look like an effect"))
 
 
@@ -196,8 +194,8 @@ def detectable_effect_pct(
         raise ValueError(f"pairs is {pairs}: an interval needs at least 2")
     one = _checked("A/A", "A", [pair[0] for pair in a_a_pairs], "ratio")
     two = _checked("A/A", "B", [pair[1] for pair in a_a_pairs], "ratio")
-    df = len(one) - 1
-    sd = float(np.std(np.log(two) - np.log(one), ddof=1)) * math.sqrt(df / float(chdtri(df, 0.5)))
+    df, differences = len(one) - 1, np.log(two) - np.log(one)
+    sd = float(np.std(differences, ddof=1)) * math.sqrt(df / float(chdtri(df, 0.5)))
     return _percent_of_log(detectable_effect(sd, pairs, confidence=confidence, power=power))
 
 
@@ -255,8 +253,7 @@ class _Frame:
         tost = float(stdtrit(df, 1 - alpha)) * se
         p_value = 2 * float(stdtr(df, -abs(mean) / se))
         effect = self._unit_of(mean)
-        bounds = tuple(self._unit_of(mean + side) for side in (-half, half, -tost, tost))
-        low, high, inner_low, inner_high = bounds
+        bounds = low, high, inner_low, inner_high = [self._unit_of(mean + x) for x in (-half, half, -tost, tost)]
         real = not low <= 0 <= high
         needed = None
         notes: list[str] = []
@@ -286,7 +283,7 @@ class _Frame:
         verdict: Verdict,
         notes: tuple[str, ...],
         effect: float,
-        bounds: tuple[float, ...] | None,
+        bounds: Sequence[float] | None,
         *,
         exact: bool = False,
     ) -> Comparison:
@@ -367,13 +364,9 @@ def _analysed(values: Floats, scale: Scale) -> Floats:
 
 
 def _mean(values: Floats, scale: Scale) -> float:
-    if _repeats(values):
+    if np.ptp(values) == 0:
         return float(values[0])
     return float(np.exp(np.mean(np.log(values)))) if scale == "ratio" else float(np.mean(values))
-
-
-def _repeats(values: Floats) -> bool:
-    return bool(np.all(values == values[0]))
 
 
 def _rounding(a: Floats, b: Floats, scale: Scale) -> float:

@@ -234,9 +234,24 @@ def test_folder_with_something_in_it_is_never_recorded_into(meshscope, tmp_path)
 def test_mode_that_this_machine_lacks_is_refused(meshscope, tmp_path):
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     assert_refused(meshscope(*TINY, "--mode", "real", torch=True, **hidden), 5, "mode real needs", "--mode cpu")
-    assert_refused(meshscope(*TINY, "--mode", "rehearsal", torch=True), 5, "mode rehearsal is not in this version")
+    assert_refused(meshscope(*TINY, "--mode", "shared-gpu", torch=True, **hidden), 5, "mode shared-gpu needs a CUDA")
     llama = ("run", "--module", "llama3", "--config", "llama3_1b")
     assert_refused(meshscope(*llama, torch=True, **hidden), 5, "0 usable CUDA devices for 8 ranks")
+    rehearsal = meshscope(*llama, "--mode", "rehearsal", torch=True, **hidden)
+    assert_refused(rehearsal, 5, "needs a CUDA device, here is none", "--training.device cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rehearsal_that_cannot_be_is_refused(meshscope, tmp_path):
+    rehearsal = (*TINY, "--mode", "rehearsal", "--training.device", "cpu")
+    for ranks, part in (("0,4", "no rank 4 in world_size=4"), ("0;1", "with commas"), ("-1", "with commas")):
+        assert_refused(meshscope(*rehearsal, f"--ranks={ranks}", torch=True), 2, "--ranks", part)
+    assert_refused(meshscope(*TINY, "--mode", "cpu", "--ranks", "0", torch=True), 2, "--ranks is for --mode rehearsal")
+    assert_refused(meshscope(*TINY, "--nccl", "x.so", torch=True), 2, "--nccl is for --mode shared-gpu only")
+    assert_refused(meshscope(*rehearsal, "--checkpoint.interval", "2", torch=True), 2, "checkpoint.interval=2", "to 0")
+    large = ("run", "--module", "llama3", "--config", "llama3_405b", "--mode", "rehearsal", "--training.device", "cpu")
+    done = meshscope(*large, "--training.micro_batch_size", "100000", torch=True)
+    assert_refused(done, 5, "rank 0 of 512 does not fit: its predicted peak is", "this machine has")
     assert list(tmp_path.iterdir()) == []
 
 

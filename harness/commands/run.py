@@ -7,22 +7,26 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from harness.checkpoints import find_checkpoint
 from harness.config import Trainer, to_json
-from harness.doctor import LATER_MODES, choose_mode
+from harness.doctor import Choice, choose_mode, memory_bytes
+from harness.doctor.shared_gpu import share
 from harness.errors import EXIT_FAILED, EXIT_OK, InputError, UsageError
 from harness.launch import TIMEOUT_S, OnStep, launch
+from harness.mps import mps
 from harness.recipes.arguments import add_recipe_arguments, config_from
-from harness.recording import Mode
+from harness.recording import Mode, Status
+from harness.rehearsal import parse_ranks, ranks_to_rehearse
 from harness.report import build
 from harness.report.text import render
-from harness.text import GIB, counted, number, one_line
-from harness.validation import validate_inputs
+from harness.text import GIB, counted, in_ranges, number, one_line
+from harness.validation import validate_inputs, validate_rehearsal
 
 TAKES_OVERRIDES = True
 DEFAULT_PARENT = Path("runs") / "out"
@@ -32,8 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument(
         "--mode",
-        choices=("real", "cpu", *LATER_MODES),
-        help="real: one CUDA device per rank; cpu: gloo; default: real where there are enough devices, else cpu",
+        choices=[mode for mode in get_args(Mode) if mode != "imported"],
+        help="real: one CUDA device per rank; cpu: gloo; shared-gpu: all ranks on the devices there are (times are not "
+        "a cluster's); rehearsal: the memory of ranks of any world, one process each, no communication; default: real "
+        "where there are enough devices, else cpu",
+    )
+    parser.add_argument(
+        "--ranks", metavar="R,…", help="mode rehearsal: the ranks to rehearse (default: one of each kind of ranks)"
+    )
+    parser.add_argument(
+        "--nccl",
+        type=Path,
+        metavar="PATH",
+        help="mode shared-gpu: an NCCL library of 2.30 or later (default: $MESHSCOPE_NCCL, torch's own, the wheel's)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="new folder to record into (default: runs/out/NAME-TIME)"
@@ -56,24 +71,24 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_OK
     if not args.timeout > 0:  # NaN is not, either
         raise UsageError(f"--timeout {args.timeout:g} must be above 0")
-    mode, why = choose_mode(config, args.mode)
-    config.training.device = "cuda" if mode == "real" else "cpu"
+    for option, value, mode in (("--ranks", args.ranks, "rehearsal"), ("--nccl", args.nccl, "shared-gpu")):
+        if value is not None and args.mode != mode:
+            raise UsageError(f"{option} is for --mode {mode} only")
+    choice = choose_mode(config, args.mode)
+    config.training.device = choice.device
     validate_inputs(config)
+    start = _prepare(config, choice, args)
     if config.checkpoint.load is not None:  # said in the recording, and before `latest` becomes this run
         config.checkpoint.load = str(find_checkpoint(Path(config.checkpoint.load)).resolve())
     directory = _out_directory(args.out, config.name)
 
-    _say(f"{config.name}: {counted(config.world_size, 'rank')}, mode {mode} ({why}), recording to {directory}")
+    what = counted(config.world_size, "rank")
+    if start.rehearsed:
+        what = f"{'rank' if len(start.rehearsed) == 1 else 'ranks'} {in_ranges(start.rehearsed)} of {config.world_size}"
+    _say(f"{config.name}: {what}, mode {choice.mode} ({start.why}), recording to {directory}")
     try:
-        with _progress(config) as on_step:
-            status = launch(
-                config,
-                directory,
-                mode=mode,
-                environment=_mode_environment(mode),
-                timeout_s=args.timeout,
-                on_step=on_step,
-            )
+        with _progress(config, start.rehearsed) as on_step:
+            status = _launch(config, directory, start, args.timeout, on_step)
     except KeyboardInterrupt:
         _say(f"what was recorded is in {directory}")
         raise
@@ -86,9 +101,50 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _mode_environment(mode: Mode) -> dict[str, str]:
-    """In mode cpu no rank may open a CUDA context by accident."""
-    return {"CUDA_VISIBLE_DEVICES": ""} if mode == "cpu" else {}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """How a run starts: the ranks it rehearses, if it does, the environment that its mode needs, and what the manifest
+    says about it."""
+
+    mode: Mode
+    why: str
+    rehearsed: Sequence[int] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _prepare(config: Trainer.Config, choice: Choice, args: argparse.Namespace) -> Start:
+    """Refuses what the mode cannot do; nothing is started or written yet."""
+    mode, device, gpus, why = choice
+    # On CPUs no rank may open a CUDA context by accident.
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    if mode == "rehearsal":
+        validate_rehearsal(config)
+        wanted = None if args.ranks is None else parse_ranks(args.ranks)
+        memory = memory_bytes() if device == "cpu" else None
+        rehearsed = ranks_to_rehearse(config, wanted, host_memory_bytes=memory)
+        return Start(mode=mode, why=why, rehearsed=rehearsed, environment=environment)
+    if mode == "shared-gpu":
+        sharing = share(config.world_size, gpus, args.nccl)
+        why += f", NCCL {sharing.nccl.version} with at most {sharing.max_ctas} CTAs"
+        return Start(mode=mode, why=why, environment=sharing.environment, about={"shared_gpu": sharing.to_json()})
+    return Start(mode=mode, why=why, environment=environment)
+
+
+def _launch(config: Trainer.Config, directory: Path, start: Start, timeout_s: float, on_step: OnStep) -> Status:
+    """In mode shared-gpu beside a daemon of MPS, which ends with the run however that ends."""
+    with ExitStack() as stack:
+        clients = stack.enter_context(mps({**os.environ, **start.environment})) if start.mode == "shared-gpu" else {}
+        return launch(
+            config,
+            directory,
+            mode=start.mode,
+            environment={**start.environment, **clients},
+            rehearse=start.rehearsed,
+            about=start.about,
+            timeout_s=timeout_s,
+            on_step=on_step,
+        )
 
 
 def _out_directory(wanted: Path | None, name: str) -> Path:
@@ -126,19 +182,24 @@ def _default_directory(name: str) -> Path:
 
 
 @contextmanager
-def _progress(config: Trainer.Config) -> Iterator[OnStep]:
-    """Shows each step once, from the first rank that ended it: a bar on a terminal, else a line."""
+def _progress(config: Trainer.Config, rehearsed: Sequence[int]) -> Iterator[OnStep]:
+    """Shows each step once, from the first rank that ended it, in a rehearsal of each rank: a bar on a terminal, else a
+    line."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, highlight=False)
     steps = config.training.steps
+
+    def words(rank: int, row: dict[str, Any]) -> str:
+        return "  ".join([f"rank {rank}", *memory_words(row)]) if rehearsed else progress_words(row)
+
     if not console.is_terminal:
 
-        def print_step(step: int, row: dict[str, Any]) -> None:
-            _say(f"step {step + 1}/{steps}  {progress_words(row)}")
+        def print_step(rank: int, row: dict[str, Any], count: int) -> None:
+            _say(f"step {row['step'] + 1}/{steps}  {words(rank, row)}")
 
-        yield _once_per_step(print_step)
+        yield _each_step_once(print_step, rehearses=bool(rehearsed))
         return
     columns = (
         TextColumn("step"),
@@ -148,38 +209,43 @@ def _progress(config: Trainer.Config) -> Iterator[OnStep]:
         TextColumn("{task.fields[now]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=steps, now="starting the ranks")
+        task = bar.add_task("", total=steps * max(1, len(rehearsed)), now="starting the ranks")
 
-        def show_step(step: int, row: dict[str, Any]) -> None:
-            bar.update(task, completed=step + 1, now=progress_words(row))
+        def show_step(rank: int, row: dict[str, Any], count: int) -> None:
+            bar.update(task, completed=count if rehearsed else row["step"] + 1, now=words(rank, row))
 
-        yield _once_per_step(show_step)
+        yield _each_step_once(show_step, rehearses=bool(rehearsed))
 
 
-def _once_per_step(show: Any) -> OnStep:
-    last = -1
+def _each_step_once(show: Callable[[int, dict[str, Any], int], None], *, rehearses: bool) -> OnStep:
+    """`show` gets rank, row and how many rows it got."""
+    last, count = -1, 0
 
     def on_step(rank: int, row: dict[str, Any]) -> None:
-        nonlocal last
-        if row["step"] > last:
-            last = row["step"]
-            show(last, row)
+        nonlocal last, count
+        if rehearses or row["step"] > last:
+            last, count = row["step"], count + 1
+            show(rank, row, count)
 
     return on_step
 
 
 def progress_words(row: dict[str, Any]) -> str:
-    """Loss, speed and peak memory of one rank's step: on CUDA what the allocator handed out; on CPU the process's own
-    in every line, and beside it the tensors of the steps that track them."""
-    allocated, resident = row.get("peak_allocated_bytes"), row.get("peak_rss_bytes")
+    """Loss, speed and peak memory of one rank's step."""
     speed = row.get("tokens_per_s")
     words = [f"loss {number(row.get('loss'))}", f"tokens/s per device {'n/a' if speed is None else f'{speed:,.0f}'}"]
+    return "  ".join(words + memory_words(row))
+
+
+def memory_words(row: dict[str, Any]) -> list[str]:
+    """The peak: on CUDA what the allocator handed out; on CPU the process's own in every line, and beside it the
+    tensors of the steps that track them."""
+    allocated, resident = row.get("peak_allocated_bytes"), row.get("peak_rss_bytes")
     if row.get("memory_source") == "cuda_allocator":
-        words.append(f"peak allocated GiB {_gib(allocated)}")
-    else:
-        words.append(f"peak resident GiB {_gib(resident)}")
-        words += [] if allocated is None else [f"of which tracked tensors {_gib(allocated)}"]
-    return "  ".join(words)
+        return [f"peak allocated GiB {_gib(allocated)}"]
+    return [f"peak resident GiB {_gib(resident)}"] + (
+        [] if allocated is None else [f"of which tracked tensors {_gib(allocated)}"]
+    )
 
 
 def _gib(value: int | None) -> str:

@@ -2,6 +2,6 @@
 
 from harness.doctor.checks import examine
 from harness.doctor.findings import Check, Report
-from harness.doctor.modes import LATER_MODES, choose_mode
+from harness.doctor.modes import Choice, choose_mode, memory_bytes
 
-__all__ = ["LATER_MODES", "Check", "Report", "choose_mode", "examine"]
+__all__ = ["Check", "Choice", "Report", "choose_mode", "examine", "memory_bytes"]

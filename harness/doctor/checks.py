@@ -12,17 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness import __version__
-from harness.doctor import gpu_checks
+from harness.doctor import gpu_checks, shared_gpu
 from harness.doctor.facts import Facts, TorchFacts, gather
 from harness.doctor.findings import Check, Device, ModeState, Report
-from harness.doctor.modes import INSTALL_TORCH, LATER_MODES, find_torch, memory_bytes
+from harness.doctor.modes import INSTALL_TORCH, find_torch, memory_bytes
 from harness.nvml import visible_gpus
 from harness.variables import Library, Variable, configuration_files
 from harness.variables import examine as examine_variables
 
 OLDEST_TORCH = (2, 11)
-# The first NCCL that lets several ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE).
-NCCL_SHARING_A_GPU = (2, 30)
 # What NCCL's shared-memory transport needs on a host; containers start with 64 MiB unless told otherwise.
 SHARED_MEMORY_BYTES = 256 * 2**20
 REINSTALL_TORCH = (
@@ -46,7 +44,8 @@ def examine(environment: Mapping[str, str] = os.environ) -> Report:
     report.modes = {
         "cpu": ModeState(available=True) if cpu else UNAVAILABLE,
         "real": ModeState(available=True, max_ranks=usable) if cpu and facts.torch.nccl and usable else UNAVAILABLE,
-        **dict.fromkeys(LATER_MODES, ModeState(available=False, reason="not in this version")),
+        "shared-gpu": _shared_gpu(facts, usable) if cpu else UNAVAILABLE,
+        "rehearsal": ModeState(available=True) if cpu else UNAVAILABLE,
     }
     report.checks = [
         *_software(),
@@ -57,6 +56,14 @@ def examine(environment: Mapping[str, str] = os.environ) -> Report:
         *_optional(),
     ]
     return report
+
+
+def _shared_gpu(facts: Facts, usable: int) -> ModeState:
+    reason = shared_gpu.missing(facts.torch, facts.cuda, usable)
+    if reason is not None:
+        return ModeState(available=False, reason=reason)
+    fitting = shared_gpu.fewest_multiprocessors(facts.cuda) // shared_gpu.KERNELS_AT_ONCE
+    return ModeState(available=True, max_ranks=usable * fitting)
 
 
 def _devices(facts: Facts, environment: Mapping[str, str]) -> list[Device]:
@@ -158,9 +165,8 @@ def _nccl(torch: TorchFacts) -> list[Check]:
     where = torch.libraries.get("libnccl")
     value = f"{loaded} loaded ({where})" if loaded else "linked into torch"
     checks = [Check(group="torch", name="NCCL", state="ok", value=f"{value}, torch was built with {torch.nccl_built}")]
-    version = tuple(int(part) for part in (loaded or torch.nccl_built or "0").split(".")[:2])
-    enough = version >= NCCL_SHARING_A_GPU
-    needed = ".".join(map(str, NCCL_SHARING_A_GPU))
+    enough = shared_gpu.is_recent(loaded or torch.nccl_built or "0")
+    needed = ".".join(map(str, shared_gpu.OLDEST_NCCL))
     major = (torch.cuda or "").partition(".")[0]
     checks.append(
         Check(

@@ -12,6 +12,9 @@ import re
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
+
+MULTIPROCESSORS = 16  # cuda.h: CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 class CudaError(Exception):
@@ -57,13 +60,17 @@ def main() -> int:
         return 0
     maps = Path("/proc/self/maps")
     paths = re.findall(r"\s(/\S*/libcuda\.so\S*)$", maps.read_text(), re.MULTILINE) if maps.exists() else []
-    facts = {"library": paths[0] if paths else None}
+    facts: dict[str, Any] = {"library": paths[0] if paths else None}
     try:
         driver.call("cuInit", 0)
         version = driver.number("cuDriverGetVersion")
         devices = [driver.number("cuDeviceGet", place) for place in range(driver.number("cuDeviceGetCount"))]
-        identifiers = [driver.identifier(device) for device in devices]
-        print(json.dumps({**facts, "cuda": f"{version // 1000}.{version % 1000 // 10}", "identifiers": identifiers}))
+        facts |= {
+            "cuda": f"{version // 1000}.{version % 1000 // 10}",
+            "identifiers": [driver.identifier(device) for device in devices],
+            "multiprocessors": [driver.number("cuDeviceGetAttribute", MULTIPROCESSORS, device) for device in devices],
+        }
+        print(json.dumps(facts))
     except CudaError as error:
         print(json.dumps({**facts, "error": str(error)}))
     return 0

@@ -56,11 +56,13 @@ class TorchFacts:
 
 @dataclass(kw_only=True, slots=True)
 class CudaFacts:
-    """What `cuda_facts.py` printed: UUIDs without prefix, of cuda:0, cuda:1, … as the driver counts them here."""
+    """What `cuda_facts.py` printed: UUIDs without prefix and numbers of streaming multiprocessors, of cuda:0, cuda:1, …
+    as the driver counts them here."""
 
     library: str | None = None
     cuda: str | None = None
     identifiers: list[str] | None = None
+    multiprocessors: list[int] | None = None
     error: str | None = None
 
 
@@ -92,10 +94,15 @@ def ask_driver() -> CudaFacts:
     return msgspec.convert(Question(HERE / "cuda_facts.py", DRIVER_TIMEOUT_S).answer(), CudaFacts)
 
 
+def ask_torch(environment: Mapping[str, str] = os.environ) -> TorchFacts:
+    """What torch is under `environment`, which decides the NCCL library it gets."""
+    return msgspec.convert(Question(HERE / "torch_facts.py", TORCH_TIMEOUT_S, environment).answer(), TorchFacts)
+
+
 class Question:
     """A program that prints JSON objects, one a line, started now and read later."""
 
-    def __init__(self, program: Path, timeout_s: float) -> None:
+    def __init__(self, program: Path, timeout_s: float, environment: Mapping[str, str] = os.environ) -> None:
         self._ends = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         # -P: the program's folder holds modules with names of the standard library's.
@@ -104,7 +111,7 @@ class Question:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
-            env=_environment(os.environ),
+            env=_environment(environment),
             text=True,
             errors="replace",
         )

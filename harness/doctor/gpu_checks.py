@@ -11,6 +11,7 @@ from typing import Literal
 
 from harness.doctor.facts import Facts
 from harness.doctor.findings import Check
+from harness.mps import CONTROL as DAEMON
 from harness.nvml import SLOWING_REASONS, Gpu, Machine, visible_gpus
 
 ONLY_FOR_REAL = "only for mode real: a machine with NVIDIA GPUs and their driver (nvidia-smi must list them)"
@@ -21,7 +22,6 @@ REPAIRS = {
     "COMPAT_NOT_SUPPORTED": "remove CUDA's compat folder from LD_LIBRARY_PATH",
     "libcuda": "in a container: start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility",
 }
-DAEMON = "nvidia-cuda-mps-control"
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 
@@ -223,7 +223,8 @@ def _mps(environment: Mapping[str, str]) -> Check:
                 group="GPUs", name="MPS", state="optional", value="not installed", fix="it comes with the driver"
             )
         value = f"not running (nothing in {pipe})"
-        return Check(group="GPUs", name="MPS", state="optional", value=value, fix=f"{DAEMON} -d")
+        fix = "meshscope run --mode shared-gpu starts one of its own"
+        return Check(group="GPUs", name="MPS", state="optional", value=value, fix=fix)
     pid = _daemon(pipe)
     if pid is None:
         value = f"{pipe} is there, its daemon is not: it was killed, or runs outside this container"

@@ -7,43 +7,67 @@ import os
 import runpy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from harness.config import Trainer
 from harness.doctor.facts import ask_driver
 from harness.errors import UnavailableError
 from harness.nvml import NvmlError, read_machine, visible_gpus
 from harness.recording import Mode
+from harness.text import counted
 
 INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'"
-LATER_MODES = ("shared-gpu", "rehearsal")
 # Least resident memory of a process that has imported torch and joined a group, what all share not counted.
 RANK_MEMORY_BYTES = 128 * 2**20
 
 
-def choose_mode(config: Trainer.Config, requested: Mode | None) -> tuple[Mode, str]:
-    """The mode to run `config` in, and the reason in words.
+class Choice(NamedTuple):
+    """A mode, where its tensors live, how many CUDA devices there are for it, and the reason in words."""
+
+    mode: Mode
+    device: Literal["cuda", "cpu"]
+    gpus: int
+    why: str
+
+
+def choose_mode(config: Trainer.Config, requested: Mode | None) -> Choice:
+    """The mode to run `config` in.
 
     Without a request: `real` if there is a CUDA device for each rank, else `cpu` if the configuration lets it.
     Raises `UnavailableError` if this machine cannot do what is asked for.
     """
-    if requested in LATER_MODES:
-        raise UnavailableError(f"mode {requested} is not in this version: use --mode real or --mode cpu")
     if find_torch() is None:
         raise UnavailableError(f"torch is not installed: {INSTALL_TORCH}")
-    wanted = config.training.device
+    wanted, ranks = config.training.device, config.world_size
+    if requested == "rehearsal" and wanted == "cpu":
+        return Choice("rehearsal", "cpu", 0, "on the CPU, as asked for")
     if requested == "cpu" or (requested is None and wanted == "cpu"):
-        _require_memory(config.world_size)
-        return "cpu", "asked for"
+        _require_memory(ranks)
+        return Choice("cpu", "cpu", 0, "asked for")
 
     usable, why = usable_devices()
-    short = f"{usable} usable CUDA devices for {config.world_size} ranks" + (f", {why}" if why else "")
-    if usable >= config.world_size:
-        return "real", f"{usable} CUDA devices"
+    short = f"{usable} usable CUDA devices for {ranks} ranks" + (f", {why}" if why else "")
+    if requested == "rehearsal":
+        if usable:
+            return Choice("rehearsal", "cuda", usable, "on one GPU")
+        if wanted == "auto":
+            return Choice("rehearsal", "cpu", 0, f"on the CPU, no usable CUDA device: {why}")
+        raise UnavailableError(
+            f"mode rehearsal of training.device=cuda needs a CUDA device, here is none ({why}): use "
+            "--training.device cpu, which tracks tensors instead of the CUDA allocator"
+        )
+    if requested == "shared-gpu":
+        if not usable:
+            raise UnavailableError(f"mode shared-gpu needs a CUDA device, here is none ({why}): use --mode rehearsal")
+        return Choice("shared-gpu", "cuda", usable, f"{ranks} ranks on {counted(usable, 'GPU')}")
+    if usable >= ranks:
+        return Choice("real", "cuda", usable, f"{usable} CUDA devices")
     if requested is None and wanted == "auto":
-        _require_memory(config.world_size)
-        return "cpu", short
+        _require_memory(ranks)
+        return Choice("cpu", "cpu", 0, short)
     raise UnavailableError(
-        f"mode real needs one CUDA device per rank, here are {short}: lower --nproc or use --mode cpu"
+        f"mode real needs one CUDA device per rank, here are {short}: lower --nproc, use --mode cpu, or --mode "
+        "rehearsal for the memory of each rank"
     )
 
 

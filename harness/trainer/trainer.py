@@ -106,9 +106,8 @@ class Trainer(config.Trainer):
                 for step in range(first, training.steps):
                     saves = checkpoints.is_due(step + 1, training.steps)
                     losses.append(self._step(step, recorder, tags=["checkpoint"] if saves else []))
-                    if (
-                        step == first and not rehearses
-                    ):  # compilation and connections are done: what takes long from here on hangs
+                    # Compilation and connections are done: what takes long from here on hangs.
+                    if step == first and not rehearses:
                         set_timeouts(self.mesh, training.train_timeout_s)
                     if saves:
                         checkpoints.save(step + 1)

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     )
     prediction = predict(config, target)
     errors = _put_beside(prediction, config, measured) if measured else []
-    rows = compare.communication(prediction, measured.captures) if measured and measured.captures else []
+    rows = compare.communication(prediction, measured.captures) if measured else []
     if args.json:
         found = compare.ledger_json(prediction, rows) | {"errors": [error.to_json() for error in errors]}
         print(json.dumps(found, allow_nan=False))
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(report(prediction))
         if any(row.measured_count is not None for row in rows):
             print("", *collectives(rows, compared=True), sep="\n")
-        elif rows:
+        elif measured and measured.captures:
             print("\nNo complete step is in the traces: communication was not measured.")
     for error in errors:
         print(f"meshscope ledger: error: {one_line(str(error))}", file=sys.stderr)

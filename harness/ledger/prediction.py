@@ -77,7 +77,7 @@ class Prediction:
     """The same, by purpose."""
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `meshscope ledger --json`; what a recording measured is null until it is put beside."""
+        """The object of `meshscope ledger --json` without `--against`."""
         return {
             "schema_version": SCHEMA_VERSION,
             "mode": "predicted",
@@ -86,7 +86,6 @@ class Prediction:
             "ranks": [_rank_json(rank) for rank in self.ranks],
             "communication": [
                 {"dimension": c.dimension, "kind": c.kind, "count": c.count, "bytes": c.bytes}
-                | dict.fromkeys(("measured_count", "measured_bytes", "agree"))
                 for c in self.communication
             ],
             "collectives": [asdict(c) for c in self.collectives],

@@ -191,8 +191,8 @@ def test_collectives_of_an_incomplete_step_are_not_measured(tmp_path, capsys):
     assert "communication was not measured" in capsys.readouterr().out
 
 
-def test_without_traces_nothing_is_measured_of_communication(capsys):
-    assert main([*TINY[:-1], "--json"]) == 0
+def test_without_traces_nothing_is_measured_of_communication(tmp_path, capsys):
+    assert main([*TINY, str(write(tmp_path)), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["communication"]
     assert {(row["measured_count"], row["measured_bytes"], row["agree"]) for row in rows} == {(None, None, None)}
 

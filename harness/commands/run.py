@@ -7,26 +7,23 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
 from harness.checkpoints import find_checkpoint
 from harness.config import Trainer, to_json
-from harness.doctor import Choice, choose_mode, memory_bytes
-from harness.doctor.shared_gpu import share
+from harness.doctor import choose_mode
 from harness.errors import EXIT_FAILED, EXIT_OK, InputError, UsageError
-from harness.launch import TIMEOUT_S, OnStep, launch
-from harness.mps import mps
+from harness.launch import TIMEOUT_S, OnStep
+from harness.modes import launch_in_mode, prepare
 from harness.recipes.arguments import add_recipe_arguments, config_from
-from harness.recording import Mode, Status
-from harness.rehearsal import parse_ranks, ranks_to_rehearse
+from harness.recording import Mode
 from harness.report import build
 from harness.report.text import render
 from harness.text import GIB, counted, in_ranges, number, one_line
-from harness.validation import validate_inputs, validate_rehearsal
+from harness.validation import validate_inputs
 
 TAKES_OVERRIDES = True
 DEFAULT_PARENT = Path("runs") / "out"
@@ -77,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     choice = choose_mode(config, args.mode)
     config.training.device = choice.device
     validate_inputs(config)
-    start = _prepare(config, choice, args)
+    start = prepare(config, choice, ranks=args.ranks, nccl=args.nccl)
     if config.checkpoint.load is not None:  # said in the recording, and before `latest` becomes this run
         config.checkpoint.load = str(find_checkpoint(Path(config.checkpoint.load)).resolve())
     directory = _out_directory(args.out, config.name)
@@ -88,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     _say(f"{config.name}: {what}, mode {choice.mode} ({start.why}), recording to {directory}")
     try:
         with _progress(config, start.rehearsed) as on_step:
-            status = _launch(config, directory, start, args.timeout, on_step)
+            status = launch_in_mode(start, config, directory, timeout_s=args.timeout, on_step=on_step)
     except KeyboardInterrupt:
         _say(f"what was recorded is in {directory}")
         raise
@@ -99,52 +96,6 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_FAILED
     print(render(build(directory)))
     return EXIT_OK
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """How a run starts: the ranks it rehearses, if it does, the environment that its mode needs, and what the manifest
-    says about it."""
-
-    mode: Mode
-    why: str
-    rehearsed: Sequence[int] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _prepare(config: Trainer.Config, choice: Choice, args: argparse.Namespace) -> Start:
-    """Refuses what the mode cannot do; nothing is started or written yet."""
-    mode, device, gpus, why = choice
-    # On CPUs no rank may open a CUDA context by accident.
-    environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    if mode == "rehearsal":
-        validate_rehearsal(config)
-        wanted = None if args.ranks is None else parse_ranks(args.ranks)
-        memory = memory_bytes() if device == "cpu" else None
-        rehearsed = ranks_to_rehearse(config, wanted, host_memory_bytes=memory)
-        return Start(mode=mode, why=why, rehearsed=rehearsed, environment=environment)
-    if mode == "shared-gpu":
-        sharing = share(config.world_size, gpus, args.nccl)
-        why += f", NCCL {sharing.nccl.version} with at most {sharing.max_ctas} CTAs"
-        return Start(mode=mode, why=why, environment=sharing.environment, about={"shared_gpu": sharing.to_json()})
-    return Start(mode=mode, why=why, environment=environment)
-
-
-def _launch(config: Trainer.Config, directory: Path, start: Start, timeout_s: float, on_step: OnStep) -> Status:
-    """In mode shared-gpu beside a daemon of MPS, which ends with the run however that ends."""
-    with ExitStack() as stack:
-        clients = stack.enter_context(mps({**os.environ, **start.environment})) if start.mode == "shared-gpu" else {}
-        return launch(
-            config,
-            directory,
-            mode=start.mode,
-            environment={**start.environment, **clients},
-            rehearse=start.rehearsed,
-            about=start.about,
-            timeout_s=timeout_s,
-            on_step=on_step,
-        )
 
 
 def _out_directory(wanted: Path | None, name: str) -> Path:

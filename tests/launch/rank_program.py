@@ -33,6 +33,8 @@ prepare(directory, rank)
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))  # as the recorder does
 recording.write_json(recording.rank_path(directory, rank), {"rank": rank, "pid": os.getpid(), "end_state": None})
 try:
+    if pipe := os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
+        print(f"MPS at {pipe}")
     print(f"out of rank {rank}")
     print(f"err of rank {rank}", file=sys.stderr)
     end_step(0)

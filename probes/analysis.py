@@ -6,16 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from harness.compare.metrics import Value
 from harness.compare.runs import LABELLED_MODES, Verdict
 from harness.text import one_line
 from probes import stats
 from probes.engine import Progress, voided
-from probes.experiment import Experiment, Trial, scale_of
-from probes.liveness import Dead
+from probes.experiment import Experiment, Known, Trial, scale_of
 from probes.reduce import COMPARED, losses, trial_metrics
+
+Dead = Literal["ignored by this build", "unavailable in this build"]
 
 SCHEMA_VERSION = 1
 LOSS_TOLERANCE = 1e-2
@@ -27,7 +28,7 @@ class ArmComparison:
     """One arm against the baseline. `reason` says what decided where it was no metric."""
 
     arm: str
-    verdict: Verdict
+    verdict: Verdict | Dead
     metrics: list[stats.Comparison]
     reason: str | None = None
     needed_pairs: int | None = None
@@ -94,11 +95,11 @@ class Analysis:
 
     def _arm(self, name: str) -> dict[str, Any]:
         outcome = self.progress.outcomes.get(name)
-        same = self.experiment.same_as.get(name)
+        known = self.experiment.not_run.get(name)
         return {
             "runs": len(self.progress.valid(name)),
             "outcome": outcome and {"kind": outcome[0], "reason": outcome[1]},
-            "same_as": same and {"arm": same[0], "reason": same[1]},
+            "not_run": known and known.reason,
         }
 
     def _trial(self, trial: Trial) -> dict[str, Any]:
@@ -119,9 +120,9 @@ def _settings(experiment: Experiment, arm: str) -> dict[str, Any]:
     return {"environment": found.environment, "overrides": found.overrides}
 
 
-def without_trials(experiment: Experiment, verdict: Verdict | Dead, notes: list[str]) -> Analysis:
+def without_trials(experiment: Experiment, known: Known, notes: list[str]) -> Analysis:
     """For a verdict that is known before any trial."""
-    return Analysis(experiment=experiment, verdict=verdict, comparisons=[], comparable=True, notes=notes)
+    return Analysis(experiment=experiment, verdict=known.verdict, comparisons=[], comparable=True, notes=notes)
 
 
 def refused(experiment: Experiment, reason: str) -> Analysis:
@@ -137,7 +138,7 @@ def analyse(experiment: Experiment, progress: Progress, notes: Sequence[str] = (
     values = {trial: trial_metrics(experiment.trial_directory(trial), experiment.warmup) for trial in valid}
     found = [*notes, *progress.notes]
     comparisons = []
-    rest = [arm.name for arm in experiment.run_arms[1:]]
+    rest, not_run = [arm.name for arm in experiment.run_arms[1:]], experiment.not_run
     for arm in rest:
         comparison, more = _compare(experiment, progress, values, arm, 1 - 0.05 / len(rest))
         comparisons.append(comparison)
@@ -147,6 +148,9 @@ def analyse(experiment: Experiment, progress: Progress, notes: Sequence[str] = (
             f"{len(rest)} arms are compared with {experiment.baseline.name}: each interval is for "
             f"{100 * (1 - 0.05 / len(rest)):.3g} %, so that all hold together at 95 % (Bonferroni)"
         )
+    decided = any(item.metrics or item.reason for item in comparisons)
+    verdict = _overall([item.verdict for item in comparisons])
+    comparisons += [ArmComparison(arm=n, verdict=k.verdict, metrics=[], reason=k.reason) for n, k in not_run.items()]
     same, more = _same_training(experiment, progress)
     found += more
     if why := LABELLED_MODES.get(experiment.mode):
@@ -157,14 +161,14 @@ def analyse(experiment: Experiment, progress: Progress, notes: Sequence[str] = (
         found.append(f"{len(runs_again)} void pair{'s' * (len(runs_again) > 1)} ran again, for reasons set in advance")
     return Analysis(
         experiment=experiment,
-        verdict=_overall([item.verdict for item in comparisons]) if same else "inconclusive",
+        verdict=verdict if same else "inconclusive",
         comparisons=comparisons,
         comparable=same,
         notes=found,
         progress=progress,
         values=values,
         sees_pct=_sees(experiment, values) if experiment.is_aa() else {},
-        decided=any(item.metrics or item.reason for item in comparisons),
+        decided=decided,
     )
 
 
@@ -236,7 +240,7 @@ def _by_outcome(experiment: Experiment, progress: Progress, arm: str) -> ArmComp
     return None
 
 
-def _overall(verdicts: list[Verdict]) -> Verdict:
+def _overall(verdicts: list[Verdict | Dead]) -> Verdict | Dead:
     """With several arms: better if one is; worse, or no difference, if all are."""
     if "better" in verdicts:
         return "better"
@@ -246,6 +250,8 @@ def _overall(verdicts: list[Verdict]) -> Verdict:
 
 def _same_training(experiment: Experiment, progress: Progress) -> tuple[bool, list[str]]:
     """Whether the arms trained the same: each step's loss, against the baseline's trial of the same pair."""
+    if experiment.mode == "rehearsal":
+        return True, []
     series = {
         trial: losses(judged.recording)
         for trial, judged in progress.trials.items()

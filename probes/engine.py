@@ -15,9 +15,9 @@ from pathlib import Path
 
 from harness import recording
 from harness.compare.standing import is_gone
-from harness.launch import WORKER, launch
+from harness.launch import WORKER
+from harness.modes import launch_in_mode
 from harness.text import one_line, quantity
-from harness.variables import KNOWN
 from probes import surroundings
 from probes.experiment import MAX_RERUNS, Experiment, Trial
 from probes.reduce import step_wall_ns
@@ -134,14 +134,14 @@ class _Engine:
         if judged.state == "valid" and judged.recording:
             self.hold_against_first(trial, judged.recording)
             wall = step_wall_ns(judged.recording, self.experiment.warmup)
-            self.say(f"trial {directory.name}: {quantity('step_wall_ns', wall)} a step")
+            alone = self.experiment.mode == "rehearsal"
+            self.say(f"trial {directory.name}: {'valid' if alone else quantity('step_wall_ns', wall) + ' a step'}")
         return judged
 
     def start(self, trial: Trial, directory: Path) -> None:
         """Runs the trial in a process tree of its own, whose environment is the arm's from its first instruction."""
         experiment, arm = self.experiment, self.experiment.arm(trial.arm)
-        ranks = 1 if experiment.mode == "rehearsal" else experiment.config.world_size
-        watch = surroundings.Watch(experiment.mode, ranks)
+        watch = surroundings.Watch(experiment.gpus)
         try:
             deadline = time.monotonic() + LEAVING_S
             while busy := watch.samples and surroundings.others(watch.samples[-1], allowed=0):
@@ -150,13 +150,12 @@ class _Engine:
                     return
                 time.sleep(surroundings.PERIOD_S)
             watch.samples.clear()
-            settings = {name: value for name, value in arm.environment.items() if value is not None}
-            with surroundings.without(names_of(arm.environment)):
-                launch(
+            with surroundings.without(arm.names()):
+                launch_in_mode(
+                    experiment.starts[arm.name],
                     experiment.config_of(arm),
                     directory,
-                    mode=experiment.mode,
-                    environment={**experiment.environment, **settings},
+                    environment=experiment.environment_of(arm),
                     timeout_s=experiment.timeout_s,
                     program=self.program,
                 )
@@ -180,11 +179,6 @@ class _Engine:
             directory = self.experiment.trial_directory(trial)
             if directory.exists():
                 directory.rename(directory.with_name(f"{directory.name}.void{number}"))
-
-
-def names_of(variables: Sequence[str] | dict[str, str | None]) -> list[str]:
-    """The variables with the older names that mean the same: an arm leaves none of them to the shell."""
-    return [*variables, *(known.name for known in KNOWN if known.alias_of in variables)]
 
 
 def _set_aside(experiment: Experiment, trial: Trial) -> list[tuple[int, Path]]:

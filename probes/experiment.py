@@ -12,18 +12,20 @@ import fcntl
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from harness.config import Trainer, Window, to_dict, with_overrides
 from harness.errors import UsageError
-from harness.recording import Mode, read_json, write_json
+from harness.modes import Start
+from harness.recording import RECORDED_VARIABLES, Mode, read_json, write_json
 from probes import plan as pairs_plan
 from probes import stats
 from probes.knobs import Arm, Knob
 
 SCHEMA_VERSION = 1
+DEFAULT_PAIRS = 8
 MAX_RERUNS = 2
 """How often a voided pair runs again."""
 TRACE_WARMUP_STEPS = 1  # torch.profiler's own, tagged and left out
@@ -39,19 +41,29 @@ class Trial:
     arm: str
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an arm does, known before any trial."""
+
+    verdict: Literal["no difference", "ignored by this build", "unavailable in this build"]
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
     """`config` is what every arm runs, but for its own overrides; `thresholds` are the smallest effects that matter
-    (percent of times, points of shares, bytes; None: `stats`' rule for bytes). `same_as` maps an arm that is not run
-    to the one it equals, and why. `environment` is set in every arm."""
+    (percent of times, points of shares, bytes; None: `stats`' rule for bytes). `not_run` maps an arm that no trial is
+    spent on to what is known of it, `starts` the others to what the mode needs. `gpus`: how many the ranks use; 0 on
+    CPUs."""
 
     directory: Path
     knob: Knob
     arms: list[Arm]
-    same_as: dict[str, tuple[str, str]]
+    not_run: dict[str, Known]
     config: Trainer.Config
     mode: Mode
-    environment: dict[str, str]
+    gpus: int
+    starts: dict[str, Start]
     pairs: int
     seed: int
     warmup: int
@@ -62,7 +74,7 @@ class Experiment:
     @property
     def run_arms(self) -> list[Arm]:
         """Those that trials are spent on; the first is the baseline."""
-        return [arm for arm in self.arms if arm.name not in self.same_as]
+        return [arm for arm in self.arms if arm.name not in self.not_run]
 
     @property
     def baseline(self) -> Arm:
@@ -83,6 +95,11 @@ class Experiment:
         config.validate()
         return config
 
+    def environment_of(self, arm: Arm) -> dict[str, str]:
+        """What is set for a trial beside what its mode needs; the arm's variables are recorded whatever they are."""
+        settings = {name: value for name, value in arm.environment.items() if value is not None}
+        return {RECORDED_VARIABLES: ",".join(sorted(arm.environment)), **settings} if arm.environment else {}
+
     def is_aa(self) -> bool:
         """Whether all arms that run are one setting."""
         first = self.baseline
@@ -102,8 +119,10 @@ class Experiment:
             "warmup_steps": self.warmup,
             "timeout_s": self.timeout_s,
             "arms": [arm.to_json() for arm in self.arms],
-            "same_as": {name: list(why) for name, why in self.same_as.items()},
-            "environment": self.environment,
+            "not_run": {name: asdict(known) for name, known in self.not_run.items()},
+            "gpus": self.gpus,
+            "rehearsed_ranks": list(self.starts[self.baseline.name].rehearsed),
+            "environment": dict(self.starts[self.baseline.name].environment),
             "order": [{"index": t.index, "pair": t.pair, "arm": t.arm} for t in self.order()],
             "config": to_dict(self.config),
         }

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from harness.config import Trainer, to_json, with_overrides
 from harness.doctor.checks import libraries
 from harness.doctor.facts import gather
 from harness.doctor.modes import find_torch
-from harness.recording import Mode
 from harness.variables import KNOWN, PREFIXES, Library, examine
+from probes.experiment import Known
 from probes.knobs import Arm, Knob
-
-Dead = Literal["ignored by this build", "unavailable in this build"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,8 @@ def is_examined(arms: Sequence[Arm]) -> bool:
     return any(name in listed or name.startswith(PREFIXES) for arm in arms for name in arm.environment)
 
 
-def dead(arms: Sequence[Arm], build: Build) -> tuple[Dead | None, list[str]]:
-    """The verdict without a trial if nothing reads any of the arms' variables, and what the libraries say of each."""
+def dead(arms: Sequence[Arm], build: Build) -> tuple[Known | None, list[str]]:
+    """What is known if nothing reads any of the arms' variables, and what the libraries say of each."""
     names = sorted({name for arm in arms for name in arm.environment})
     examined, failures = examine(build.libraries, dict.fromkeys(names, ""), build.torch)
     found = {variable.name: variable for variable in examined if variable.name in names}
@@ -50,32 +47,33 @@ def dead(arms: Sequence[Arm], build: Build) -> tuple[Dead | None, list[str]]:
         notes.append(f"{name}: {variable.state}{replaced}: {variable.evidence}")
     states = {found[name].state if name in found else "unknown" for name in names}
     if names and states == {"ignored"}:
-        return "ignored by this build", notes
+        return Known("ignored by this build", "; ".join(notes)), notes
     if names and states <= {"ignored", "not in this build"}:
-        return "unavailable in this build", notes
+        return Known("unavailable in this build", "; ".join(notes)), notes
     return None, notes
 
 
-def without_device(knob: Knob, mode: Mode) -> str | None:
-    """Why the knob can do nothing in this mode, in words."""
-    if knob.needs_cuda and mode == "cpu":
-        return f"{knob.name} acts on {knob.acts_on}; in mode cpu nothing reads it"
+def without_device(knob: Knob, gpus: int) -> Known | None:
+    """What is known of a knob of GPUs where the ranks use none."""
+    if knob.needs_cuda and gpus == 0:
+        return Known("unavailable in this build", f"{knob.name} acts on {knob.acts_on}; on CPUs nothing reads it")
     return None
 
 
-def same_settings(arms: Sequence[Arm], knob: Knob, config: Trainer.Config) -> dict[str, tuple[str, str]]:
-    """Arm -> the earlier arm that is the same setting under another name, and why.
+def same_settings(arms: Sequence[Arm], knob: Knob, config: Trainer.Config) -> dict[str, Known]:
+    """The arms that are the same setting as an earlier one, written in another way.
 
     Arms that are written alike are an A/A, which was asked for: they are not in it.
     """
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, Known] = {}
     for place, arm in enumerate(arms):
         for other in arms[:place]:
             if other.name in found:
                 continue
             alike = (arm.environment, arm.overrides) == (other.environment, other.overrides)
             if not alike and _meaning(arm, knob, config) == _meaning(other, knob, config):
-                found[arm.name] = (other.name, _why(arm, other, knob))
+                why = _why(arm, other, knob)
+                found[arm.name] = Known("no difference", f"{arm.name} is the same setting as {other.name}: {why}")
                 break
     return found
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.nvml import SLOWING_REASONS, Gpu, NvmlError, read_machine, visible_gpus
-from harness.recording import Mode, read_json, write_json
+from harness.recording import read_json, write_json
 
 PERIOD_S = 2.0
 ANSWER_S = 15.0
@@ -26,14 +26,14 @@ MPS = "nvidia-cuda-mps"
 class Watch:
     """Samples the GPUs of a trial every `PERIOD_S` on a thread of its own, which a driver that hangs takes with it."""
 
-    def __init__(self, mode: Mode, ranks: int) -> None:
+    def __init__(self, gpus: int) -> None:
         self.samples: list[dict[str, Any]] = []
         self.reason: str | None = None
-        self._gpus = 0 if mode == "cpu" else ranks if mode == "real" else 1
+        self._gpus = gpus
         self._ended = threading.Event()
         self._answered = threading.Event()
         if self._gpus == 0:
-            self.reason = "mode cpu: no GPU is used"
+            self.reason = "no GPU is used"
             return
         threading.Thread(target=self._watch, name="meshscope-surroundings", daemon=True).start()
         if not self._answered.wait(ANSWER_S):

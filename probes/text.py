@@ -101,8 +101,8 @@ def _arms(analysis: Analysis) -> Iterator[str]:
         runs = f"{len(analysis.progress.valid(arm.name))} valid"
         if again := sum(item["arm"] == arm.name for item in set_aside):
             runs += f", {again} void"
-        if same := experiment.same_as.get(arm.name):
-            runs = f"not run: as {same[0]} ({same[1]})"
+        if arm.name in experiment.not_run:
+            runs = "not run"
         values = [arm.environment[name] for name in variables]
         rows.append(
             [arm.name]

@@ -86,12 +86,15 @@ def disturbance(experiment: Experiment, trial: Trial, recording: Recording, arou
     for rank, rows in recording.steps.items():
         if len(rows) < steps:
             return f"rank {rank} recorded {len(rows)} of {steps} steps"
-        if lost := [row["step"] for row in rows if row.get("loss") is None]:
+        lost = [row["step"] for row in rows if row.get("loss") is None]
+        if lost and experiment.mode != "rehearsal":  # a rank without the others has no loss that means anything
             return f"the loss of rank {rank} is not finite at step {in_ranges(lost)}"
     samples = around.get("samples") or []
-    sharing = {"real": 1, "rehearsal": 1, "shared-gpu": experiment.config.world_size + 1}  # with the MPS server
+    processes = 1
+    if experiment.mode == "shared-gpu":  # and the MPS server
+        processes = -(-experiment.config.world_size // experiment.gpus) + 1
     for sample in samples:
-        if reason := surroundings.others(sample, allowed=sharing.get(experiment.mode, 0)):
+        if reason := surroundings.others(sample, allowed=processes):
             return reason
     measured = [row for rows in recording.steps.values() for row in rows if row["step"] >= experiment.warmup]
     starts = [row["started_unix_ns"] for row in measured if row.get("started_unix_ns") is not None]

@@ -15,20 +15,22 @@ from pathlib import Path
 
 from harness.commands import add_json_argument
 from harness.commands.run import DEFAULT_PARENT
-from harness.doctor import choose_mode
-from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, UsageError
+from harness.config import Trainer, with_overrides
+from harness.doctor import Choice, choose_mode
+from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, UnavailableError, UsageError
 from harness.launch import TIMEOUT_S, WORKER
+from harness.modes import Start, prepare
 from harness.recipes.arguments import add_recipe_arguments, config_from
-from harness.recording import MODES, RECORDED_VARIABLES, Mode, read_json, write_json
+from harness.recording import MODES, read_json, write_json
 from harness.text import counted, one_line
 from harness.validation import validate_inputs
 from probes import liveness, text
 from probes.analysis import Analysis, analyse, refused, without_trials
 from probes.engine import conduct
-from probes.experiment import Experiment, default_thresholds, locked, with_windows
+from probes.experiment import DEFAULT_PAIRS, Experiment, Known, default_thresholds, locked, with_windows
 from probes.knobs import KNOBS, Arm, find_knob, split_values
 from probes.reduce import COMPARED
-from probes.stats import DEFAULT_PAIRS
+from probes.surroundings import without
 from probes.validity import RefusedError
 
 TAKES_OVERRIDES = True
@@ -58,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[mode for mode in MODES if mode != "imported"],
         help="as of meshscope run; rehearsal decides about memory only",
     )
+    parser.add_argument("--ranks", metavar="R,…", help="mode rehearsal: the ranks to rehearse")
+    parser.add_argument("--nccl", type=Path, metavar="PATH", help="mode shared-gpu: an NCCL library of 2.30 or later")
     parser.add_argument(
         "--out",
         type=Path,
@@ -111,21 +115,37 @@ def plan(args: argparse.Namespace) -> Experiment:
         if twice := named & arm.overrides.keys():
             raise UsageError(f"--{twice.pop()} is what {knob.name} changes: leave it out, or name --arms")
     config = config_from(args)
-    mode, _ = choose_mode(config, args.mode)
-    config.training.device = "cpu" if mode == "cpu" else "cuda"
+    for option, value, needed in (("--ranks", args.ranks, "rehearsal"), ("--nccl", args.nccl, "shared-gpu")):
+        _require(value is None or args.mode == needed, f"{option} is for --mode {needed} only")
+    choice = choose_mode(config, args.mode)
+    mode, config.training.device = choice.mode, choice.device
     validate_inputs(config)
     config = with_windows(config, warmup=args.warmup, steps=None if "training.steps" in named else MEASURED)
     primary = args.metric or knob.metric
     if mode == "rehearsal" and not COMPARED[primary].is_bytes:
         raise UsageError(f"mode rehearsal shows memory only and {primary} decides: name one in bytes with --metric")
-    experiment = Experiment(
+    configs = {arm.name: with_overrides(config, list(arm.overrides.items())) for arm in arms}
+    for arm_config in configs.values():
+        arm_config.validate()
+    not_run = {} if args.force else liveness.same_settings(arms, knob, config)
+    starts: dict[str, Start] = {}
+    for arm in arms:
+        if arm.name not in not_run:
+            try:
+                starts[arm.name] = _start(arm, configs[arm.name], choice, args)
+            except (UsageError, UnavailableError) as error:
+                if not starts:  # the baseline
+                    raise
+                not_run[arm.name] = Known("unavailable in this build", str(error))
+    return Experiment(
         directory=Path(),
         knob=knob,
         arms=arms,
-        same_as={} if args.force else liveness.same_settings(arms, knob, config),
+        not_run=not_run,
         config=config,
         mode=mode,
-        environment=_environment(mode, arms),
+        gpus=_gpus(choice, config),
+        starts=starts,
         pairs=args.repeats,
         seed=args.seed,
         warmup=args.warmup,
@@ -133,34 +153,37 @@ def plan(args: argparse.Namespace) -> Experiment:
         thresholds=default_thresholds(knob, primary, list(COMPARED)),
         timeout_s=args.timeout,
     )
-    for arm in arms:
-        experiment.config_of(arm)
-    return experiment
 
 
-def _environment(mode: Mode, arms: Sequence[Arm]) -> dict[str, str]:
-    """Of every arm: what its variables are is to be recorded, and in mode cpu no rank may open a CUDA context by
-    accident."""
-    variables = {name for arm in arms for name in arm.environment}
-    found = {RECORDED_VARIABLES: ",".join(sorted(variables))} if variables else {}
-    if mode == "cpu" and "CUDA_VISIBLE_DEVICES" not in variables:
-        found["CUDA_VISIBLE_DEVICES"] = ""
-    return found
+def _gpus(choice: Choice, config: Trainer.Config) -> int:
+    """How many the ranks use."""
+    if choice.device == "cpu":
+        return 0
+    return {"real": config.world_size, "shared-gpu": choice.gpus}.get(choice.mode, 1)
+
+
+def _start(arm: Arm, config: Trainer.Config, choice: Choice, args: argparse.Namespace) -> Start:
+    """What the mode needs for an arm. Raises `UsageError` and `UnavailableError` where they do not go together."""
+    with without(arm.names()):
+        settings = {name: value for name, value in arm.environment.items() if value is not None}
+        start = prepare(config, choice, ranks=args.ranks, nccl=args.nccl, environment={**os.environ, **settings})
+    for name, value in arm.environment.items():
+        if value is None and name in start.environment:
+            raise UsageError(f"{name} cannot be unset in mode {choice.mode}, which needs it: name a value")
+    return start
 
 
 def before_trials(experiment: Experiment) -> tuple[Analysis | None, list[str]]:
     """The verdict where it is known without a trial, and what the libraries say of the variables."""
-    if why := liveness.without_device(experiment.knob, experiment.mode):
-        return without_trials(experiment, "unavailable in this build", [why]), [why]
-    notes: list[str] = []
-    if liveness.is_examined(experiment.arms):
-        verdict, notes = liveness.dead(experiment.arms, liveness.this_build())
-        if verdict is not None:
-            return without_trials(experiment, verdict, notes), notes
-    same = [f"{arm} is the same setting as {other}: {why}" for arm, (other, why) in experiment.same_as.items()]
-    if len(experiment.run_arms) < 2:
-        return without_trials(experiment, "no difference", [*notes, *same]), notes
-    return None, [*notes, *same]
+    known, notes = liveness.without_device(experiment.knob, experiment.gpus), []
+    if known is not None:
+        notes = [known.reason]
+    elif liveness.is_examined(experiment.arms):
+        known, notes = liveness.dead(experiment.arms, liveness.this_build())
+    if known is None and len(experiment.run_arms) < 2:
+        known = next(iter(experiment.not_run.values()))
+        notes += [known.reason for known in experiment.not_run.values()]
+    return None if known is None else without_trials(experiment, known, notes), notes
 
 
 def perform(experiment: Experiment, notes: Sequence[str], program: Sequence[str] = WORKER) -> Analysis:

@@ -10,6 +10,7 @@ from typing import Any
 from harness.compare.difference import OF_EACH_RUN
 from harness.errors import UsageError
 from harness.masking import masked
+from harness.variables import KNOWN
 
 UNSET = "unset"
 """The value of a variable that is not set at all."""
@@ -35,6 +36,10 @@ class Arm:
     def folder(self) -> str:
         """The name, fit for a folder's."""
         return re.sub(r"[^\w.-]+", "_", self.name)[:60]
+
+    def names(self) -> list[str]:
+        """Its variables and older names that mean the same: an arm leaves none of them to the shell."""
+        return [*self.environment, *(known.name for known in KNOWN if known.alias_of in self.environment)]
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "environment": self.environment, "overrides": self.overrides}

@@ -1,0 +1,41 @@
+"""A rank without torch whose steps take as long, and end, as PROBED says: what an arm of an experiment does to it."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from harness import recording
+from harness.worker import prepare
+
+directory, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+probed = os.environ.get("PROBED", "unset")
+trial = int(directory.name.split("-")[0])
+
+prepare(directory, rank)
+environment = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "PROBED", "MESHSCOPE_"))}
+if probed == "lies":
+    environment["OMP_NUM_THREADS"] = "77"
+document = {"rank": rank, "pid": os.getpid(), "environment_before": environment, "end_state": None}
+recording.write_json(recording.rank_path(directory, rank), document)
+if rank == 0:
+    recording.merge_manifest(directory, {"versions": {"torch": "none"}})
+
+if probed == "too much":
+    raise MemoryError("CUDA out of memory: tried to allocate 2.00 GiB")
+if probed == "raises" and rank == 1:
+    raise ValueError("no such algorithm")
+if probed == "waits" and trial == 1 and not (directory.parent.parent / "go").exists():
+    time.sleep(600)
+
+path = recording.steps_path(directory, rank)
+path.parent.mkdir(parents=True, exist_ok=True)
+steps = json.loads((directory / "config.json").read_text())["training"]["steps"]
+with open(path, "w") as file:
+    for step in range(steps):
+        wall_ns = 2_000_000 if probed == "slow" else 1_000_000
+        row = {"step": step, "started_unix_ns": time.time_ns(), "wall_ns": wall_ns + trial * 1000 + rank, "loss": 1.0}
+        row |= {"memory_source": "cuda_allocator", "peak_allocated_bytes": 5 * 2**20, "tags": []}
+        file.write(json.dumps(row) + "\n")
+recording.write_json(recording.rank_path(directory, rank), {**document, "end_state": "complete"})

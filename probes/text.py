@@ -101,8 +101,8 @@ def _arms(analysis: Analysis) -> Iterator[str]:
         runs = f"{len(analysis.progress.valid(arm.name))} valid"
         if again := sum(item["arm"] == arm.name for item in set_aside):
             runs += f", {again} void"
-        if arm.name in experiment.not_run:
-            runs = "not run"
+        if arm.name in experiment.not_run or not analysis.progress.trials:
+            runs = "none"
         values = [arm.environment[name] for name in variables]
         rows.append(
             [arm.name]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from harness.commands import add_json_argument
@@ -83,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Exits 0 once there is a verdict, whatever it is; 3 if trials failed so that there is none; 5 if this build or
     machine cannot run the knob."""
     if args.list:
-        print(json.dumps([knob.to_json() for knob in KNOBS.values()]) if args.json else text.knob_list(KNOBS.values()))
+        knobs = {"schema_version": 1, "knobs": [knob.to_json() for knob in KNOBS.values()]}
+        print(json.dumps(knobs) if args.json else text.knob_list(KNOBS.values()))
         return EXIT_OK
     experiment = plan(args)
     known, notes = before_trials(experiment)
@@ -175,11 +177,12 @@ def _start(arm: Arm, config: Trainer.Config, choice: Choice, args: argparse.Name
 
 def before_trials(experiment: Experiment) -> tuple[Analysis | None, list[str]]:
     """The verdict where it is known without a trial, and what the libraries say of the variables."""
-    known, notes = liveness.without_device(experiment.knob, experiment.gpus), []
-    if known is not None:
-        notes = [known.reason]
-    elif liveness.is_examined(experiment.arms):
+    known: Known | None = None
+    notes: list[str] = []
+    if liveness.is_examined(experiment.arms):
         known, notes = liveness.dead(experiment.arms, liveness.this_build())
+    if known is None and (known := liveness.without_device(experiment.knob, experiment.gpus)):
+        notes.append(known.reason)
     if known is None and len(experiment.run_arms) < 2:
         known = next(iter(experiment.not_run.values()))
         notes += [known.reason for known in experiment.not_run.values()]
@@ -202,11 +205,11 @@ def perform(experiment: Experiment, notes: Sequence[str], program: Sequence[str]
             _say(f"trials that ended are kept: the same command with --out {directory} goes on")
             raise
         except RefusedError as error:
-            _say(f"meshscope probe: error: {one_line(str(error))}")
+            _say(f"meshscope probe: error: {error}")
             analysis = refused(experiment, str(error))
         write_json(directory / "analysis.json", analysis.to_json())
     for outcome in analysis.failures():
-        _say(f"meshscope probe: error: {one_line(outcome)}")
+        _say(f"meshscope probe: error: {outcome}")
     return analysis
 
 
@@ -221,7 +224,9 @@ def _folder(wanted: Path | None, experiment: Experiment) -> Path:
         for path in sorted(DEFAULT_PARENT.glob(f"{stem}-*/experiment.json"), reverse=True):
             if not (path.parent / "analysis.json").exists() and read_json(path) == experiment.to_json():
                 return path.parent.resolve()
-        directory = DEFAULT_PARENT / f"{stem}{time.strftime('-%Y%m%d-%H%M%S')}-{os.getpid()}"
+        stem += time.strftime("-%Y%m%d-%H%M%S")
+        names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))  # others began in this second
+        directory = next(DEFAULT_PARENT / name for name in names if not (DEFAULT_PARENT / name).exists())
         directory.mkdir(parents=True)
         return directory.resolve()
     except OSError as error:
@@ -240,4 +245,4 @@ def _require(holds: bool, message: str) -> None:
 def _say(line: str) -> None:
     """Progress and errors; an experiment goes on when nobody reads them any more."""
     with suppress(BrokenPipeError):
-        print(line, file=sys.stderr, flush=True)
+        print(one_line(line), file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """From what trials left on disk to what is said of them; a trial that is complete there is not run again."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from experiments import arguments, experiment, write_trial
@@ -237,6 +238,21 @@ def test_windows_leave_measured_steps_alone(tmp_path):
     recorder, steps = planned.config.recorder, planned.config.training.steps
     assert steps == 3 + 30 + 1 + 2 + 2
     assert (recorder.trace.start, recorder.memory.start) == (34, 36)
+
+
+def test_command_without_a_folder_goes_on_with_the_unfinished_experiment_of_its_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    planned = experiment(tmp_path / "elsewhere", "PROBED=a,b", "--repeats", "2")
+    other = experiment(tmp_path / "other", "PROBED=a,b", "--repeats", "3")
+    folder = probe._folder(None, planned)
+    replace(planned, directory=folder).fix()
+
+    assert folder.parent == tmp_path / "runs" / "out"
+    assert probe._folder(None, planned) == folder
+    assert probe._folder(None, other) != folder
+
+    (folder / "analysis.json").write_text("{}")
+    assert probe._folder(None, planned) != folder
 
 
 def test_list_names_every_knob_and_what_decides(capsys):

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.commands import add_cache_argument, add_json_argument
 from harness.errors import InputError, UsageError
-from harness.sources import find_sources, report_errors
+from harness.sources import find_sources, mode_of, report_errors
 from harness.trace import Capture, analyse_captures, complete, read_captures
 from harness.trace.text import LEVELS, report
 
@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exits 3 if no trace was readable, 4 if part of them was not."""
+    if mode_of(args.path / "manifest.json") == "rehearsal":
+        raise InputError(args.path, "is a rehearsal, in which nothing was communicated: there is no overlap")
     sources = find_sources(args.path)
     if not sources.traces and not sources.errors:
         raise InputError(args.path, "holds memory snapshots but no trace")

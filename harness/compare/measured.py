@@ -66,7 +66,7 @@ def measure(path: Path) -> Measured:
         found.steps = by_step(recording)
         found.ranks = by_rank(recording, found.steps)
     errors = sources.errors
-    if sources.traces:
+    if sources.traces and found.mode != "rehearsal":  # what they show of communication did not happen
         found.captures, errors = read_captures(sources)
     found.errors += errors
     if found.captures:

@@ -80,6 +80,8 @@ def run_metrics(measured: Measured) -> dict[str, Value]:
 def _of_plain_steps(measured: Measured, field: str) -> Value:
     if not measured.steps:
         return Value(value=None, reason="no step rows")
+    if measured.mode == "rehearsal":
+        return Value(value=None, reason="a rehearsal does not communicate, so it has no times")
     values = [item[field] for item in measured.steps if item["plain"] and item[field] is not None]
     if not values:
         plain = any(item["plain"] for item in measured.steps)

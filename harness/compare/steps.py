@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.recording import Recording
 
+RATES = ("tokens_per_s", "tflops_per_s", "mfu_pct")
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes", "peak_requested_bytes", "peak_rss_bytes")
 
 # Steps whose time is not training's alone: the recorder, a checkpoint or what follows an export runs in them.
@@ -24,8 +25,10 @@ def by_step(recording: Recording) -> list[dict[str, Any]]:
 
     `wall_ns` is the longest over the ranks; `tokens_per_s` (per device), `tflops_per_s` and `mfu_pct` are the lowest;
     loss and grad_norm are equal on all ranks. `plain` says whether the time is training's alone: neither the first
-    step recorded nor one with a tag of `DISTURBED`.
+    step recorded nor one with a tag of `DISTURBED`. In a rehearsal times and rates are None: its steps did not
+    communicate, and its ranks ran one after the other.
     """
+    timed = recording.mode != "rehearsal"
     steps: dict[int, dict[int, Mapping[str, Any]]] = {}
     for rank, rows in sorted(recording.steps.items()):
         for row in rows:
@@ -39,12 +42,10 @@ def by_step(recording: Recording) -> list[dict[str, Any]]:
         items.append(
             {
                 "step": number,
-                "wall_ns": highest(of_rank.values(), "wall_ns"),
+                "wall_ns": highest(of_rank.values(), "wall_ns") if timed else None,
                 "loss": number_of(any_rank, "loss"),
                 "grad_norm": number_of(any_rank, "grad_norm"),
-                "tokens_per_s": lowest(of_rank.values(), "tokens_per_s"),
-                "tflops_per_s": lowest(of_rank.values(), "tflops_per_s"),
-                "mfu_pct": lowest(of_rank.values(), "mfu_pct"),
+                **{rate: lowest(of_rank.values(), rate) if timed else None for rate in RATES},
                 "memory_source": any_rank.get("memory_source"),
                 "ranks": {rank: {peak: whole(row, peak) for peak in PEAKS} for rank, row in of_rank.items()},
                 "tags": tags,
@@ -57,7 +58,7 @@ def by_step(recording: Recording) -> list[dict[str, Any]]:
 def by_rank(recording: Recording, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One item per rank that has a step: the median time of its plain steps (see `by_step`), its highest peaks and
     those by phase."""
-    plain = {item["step"] for item in steps if item["plain"]}
+    plain = {item["step"] for item in steps if item["plain"] and item["wall_ns"] is not None}
     items = []
     for rank, rows in sorted(recording.steps.items()):
         if not rows:

@@ -136,7 +136,8 @@ def build(path: Path) -> Report:
         else:
             compare.put_beside(report.prediction, recording)
             compare.put_lines_beside(report.prediction, report.measured)
-    report.communication = compare.communication(report.prediction, report.captures)
+    if report.mode != "rehearsal":  # in which nothing was sent
+        report.communication = compare.communication(report.prediction, report.captures)
     report.metrics = run_metrics(report.measured)
     report.dimensions = by_dimension(report.complete_overlap)
     report.step_parts = step_parts(report.complete_captures)

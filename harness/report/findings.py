@@ -116,7 +116,7 @@ def steps(report: Report) -> Iterator[Finding]:
     """The first step, steps with the garbage collector, and what is left out of the median."""
     plain = [item["wall_ns"] for item in report.steps if item["plain"] and item["wall_ns"]]
     if not plain:
-        if report.steps:
+        if report.steps and report.mode != "rehearsal":
             yield Finding(
                 severity="low",
                 title="No step tells the time of training alone",

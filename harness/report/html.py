@@ -52,6 +52,6 @@ def _left_out(report: Report, missing: list[sections.Section]) -> Html:
     if not (missing or unread):
         return Html("")
     parts = [tag("h2", "Not in this report")]
-    parts += [listing([f"{section.title}: {section.needs}" for section in missing])] if missing else []
+    parts += [listing([f"{section.title}: {section.why_empty(report)}" for section in missing])] if missing else []
     parts += [tag("h3", "Missing or unreadable input"), listing(unread, class_="path")] if unread else []
     return tag("section", joined(*parts), id="left-out")

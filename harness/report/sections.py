@@ -31,6 +31,11 @@ class Section:
     title: str
     body: Callable[[Report], list[Html]]
     needs: str
+    of_time: bool = False
+
+    def why_empty(self, report: Report) -> str:
+        rehearsed = self.of_time and report.mode == "rehearsal"
+        return "a rehearsal has neither times nor communication" if rehearsed else self.needs
 
 
 def title(report: Report) -> str:
@@ -334,15 +339,20 @@ SECTIONS = (
     Section("findings", "Findings", findings, "nothing stood out"),
     Section("run", "Run", run, "no manifest, so configuration and versions are unknown"),
     Section(
-        "steps", "Steps", steps, "no step states its time: record the run with harness.record.Recorder or meshscope run"
+        "steps",
+        "Steps",
+        steps,
+        "no step states its time: record the run with harness.record.Recorder or meshscope run",
+        of_time=True,
     ),
     Section(
         "overlap",
         "Communication and overlap",
         overlap,
         "no trace: record a trace window, or profile with torch.profiler",
+        of_time=True,
     ),
     Section("memory", "Memory", memory, "no step states memory and there is no allocator snapshot"),
     Section("predicted", "Predicted beside measured", predicted, "no configuration that the ledger knows"),
-    Section("communication", "Collectives", communication, "no trace and no prediction"),
+    Section("communication", "Collectives", communication, "no trace and no prediction", of_time=True),
 )

@@ -9,6 +9,7 @@ from typing import Any
 from harness.compare.steps import PEAKS
 from harness.compare.text import collectives
 from harness.config import Trainer
+from harness.ledger import Prediction
 from harness.report.build import Report
 from harness.report.over_ranks import incomplete_steps, waited_for_all
 from harness.text import (
@@ -114,36 +115,38 @@ def evidence_text(name: str, value: object) -> str:
 
 
 def _steps(report: Report) -> Iterator[str]:
-    """Time of the slowest rank, and the peak of every rank."""
+    """Time of the slowest rank, and the peak of every rank; of a rehearsal the peaks alone."""
     if not report.steps:
         return
     shown = report.steps[-STEPS_SHOWN:]
     ranks = [item["rank"] for item in report.ranks][:RANKS_SHOWN]
     skipped = f", the last {len(shown)} of {len(report.steps)}" if len(shown) < len(report.steps) else ""
-    yield f"Steps{skipped}: time of the slowest rank, peak memory of each rank"
+    timed = report.mode != "rehearsal"
+    yield f"Steps{skipped}: {'time of the slowest rank, ' if timed else ''}peak memory of each rank"
     rows = []
     for item in shown:
         peaks = [_peak(item["ranks"].get(rank), item["memory_source"]) for rank in ranks]
         rows.append(
             [
                 str(item["step"]),
-                milliseconds(item["wall_ns"]),
-                number(item["loss"]),
-                number(item["grad_norm"], 3),
-                number(item["tokens_per_s"], 0),
-                *([number(item["mfu_pct"], 1)] if _has_mfu(report) else []),
+                *(_pace(item, mfu=_has_mfu(report)) if timed else []),
                 *peaks,
                 str(item["memory_source"] or "n/a"),
                 f" {' '.join(item['tags'])}",
             ]
         )
-    mfu = ["MFU %"] if _has_mfu(report) else []
-    headers = ["step", "ms", "loss", "norm", "tok/s/dev", *mfu, *(f"rank {r}" for r in ranks), "memory is", " tags"]
+    pace = ["ms", "loss", "norm", "tok/s/dev", *(["MFU %"] if _has_mfu(report) else [])] if timed else []
+    headers = ["step", *pace, *(f"rank {r}" for r in ranks), "memory is", " tags"]
     yield from table(headers, rows, last_left=True)
     if len(report.ranks) > RANKS_SHOWN:
         yield f"  {len(report.ranks) - RANKS_SHOWN} more ranks: --json"
     sources = {item["memory_source"] for item in shown} & MEMORY_SOURCES.keys()
     yield "  " + "; ".join(f"{source}: {MEMORY_SOURCES[source]}" for source in sorted(sources))
+
+
+def _pace(item: dict[str, Any], *, mfu: bool) -> list[str]:
+    figures = [milliseconds(item["wall_ns"]), number(item["loss"]), number(item["grad_norm"], 3)]
+    return [*figures, number(item["tokens_per_s"], 0), *([number(item["mfu_pct"], 1)] if mfu else [])]
 
 
 def _peak(row: dict[str, Any] | None, source: str | None) -> str:
@@ -161,18 +164,20 @@ def _ranks(report: Report) -> Iterator[str]:
     names |= {"peak_requested_bytes": "requested", "peak_rss_bytes": "resident (host)"}
     known = [peak for peak in PEAKS if any(item[peak] is not None for item in report.ranks)]
     phases = list(dict.fromkeys(name for item in report.ranks for name in item["peak_allocated_bytes_by_phase"]))
-    yield "Ranks: median step time without the first, traced and tracked steps; highest peaks; allocated peak by phase"
+    timed = report.mode != "rehearsal"
+    time = "median step time without the first, traced and tracked steps; " if timed else ""
+    yield f"Ranks: {time}highest peaks; allocated peak by phase"
     rows = [
         [
             str(item["rank"]),
             str(item["steps"]),
-            milliseconds(item["median_step_wall_ns"]),
+            *([milliseconds(item["median_step_wall_ns"])] if timed else []),
             *(size(item[peak]) for peak in known),
             *(size(item["peak_allocated_bytes_by_phase"].get(name)) for name in phases),
         ]
         for item in report.ranks
     ]
-    yield from table(["rank", "steps", "ms", *(names[peak] for peak in known), *phases], rows)
+    yield from table(["rank", "steps", *(["ms"] if timed else []), *(names[peak] for peak in known), *phases], rows)
 
 
 def _overlap(report: Report) -> Iterator[str]:
@@ -227,8 +232,11 @@ def _ledger(report: Report) -> Iterator[str]:
             f" {rank.at}",
         ]
         for rank in prediction.ranks
+        if report.mode != "rehearsal" or rank.measured_peak_allocated_bytes is not None
     ]
     yield from table(["rank", "predicted", "measured", "error", " at"], rows, last_left=True)
+    if report.mode == "rehearsal":
+        yield from _stood_for(prediction)
     for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
         first = next(group)
         yield f"  what rank {first.rank} holds then:"
@@ -238,6 +246,15 @@ def _ledger(report: Report) -> Iterator[str]:
         if len(lines) > LINES_SHOWN:
             yield f"    and {len(lines) - LINES_SHOWN} smaller lines: meshscope ledger"
         break
+
+
+def _stood_for(prediction: Prediction) -> Iterator[str]:
+    """Which ranks each kind of rehearsed ranks stands for."""
+    for alike in dict.fromkeys(rank.alike_rank for rank in prediction.ranks):
+        ranks = [rank for rank in prediction.ranks if rank.alike_rank == alike]
+        rehearsed = [rank.rank for rank in ranks if rank.measured_peak_allocated_bytes is not None]
+        others = f"{counted(len(ranks), 'rank')} alike: {in_ranges([rank.rank for rank in ranks])}"
+        yield f"  {others}; rehearsed: {in_ranges(rehearsed) or 'none'}"
 
 
 def _snapshots(report: Report) -> Iterator[str]:

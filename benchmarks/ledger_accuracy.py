@@ -1,4 +1,4 @@
-"""The ledger against the allocator: rank 0 of each layout on one GPU, its process group torch's `fake` one.
+"""The ledger against the allocator: rank 0 of each layout rehearsed on one GPU (`--mode rehearsal`).
 
     python benchmarks/ledger_accuracy.py LAYOUTS.json [NAME …] [--out FILE]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.config import Recorder, from_dict
 from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, EXIT_USAGE
 from harness.ledger import predict
-from harness.trainer import trainer
+from harness.recording import MODE_VARIABLE
 
 GIB = 2**30
 STEPS = 3
@@ -87,15 +86,9 @@ def measure(tree: dict[str, Any]) -> dict[str, Any]:
         def build(self, directory: Path, **runtime: Any) -> Any:
             return recorder
 
-    @contextmanager
-    def fake_group(*_: object) -> Iterator[None]:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.world_size)
-        yield
-        dist.destroy_process_group()
-
-    vars(trainer)["process_group"] = fake_group
+    os.environ |= {MODE_VARIABLE: "rehearsal", "RANK": "0", "WORLD_SIZE": str(config.world_size)}
     training = replace(config.training, device="cuda", steps=STEPS)
-    trainer.Trainer(replace(config, training=training, recorder=PeaksOnly()), Path()).train()
+    replace(config, training=training, recorder=PeaksOnly()).build(Path()).train()
     first, *_, last = recorder.steps
     return {
         "first_step_peak_allocated_bytes": first["peak"],

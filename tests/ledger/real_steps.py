@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.config import Decoder, Parallelism, Recorder, Trainer, Training
-from harness.trainer import trainer
+from harness.recording import MODE_VARIABLE
 
 from .live import Live
 
@@ -153,16 +151,9 @@ def figures(config: Trainer.Config, rank: int) -> dict[str, Any]:
         def build(self, directory: Path, **runtime: Any) -> Any:
             return recorder
 
-    @contextmanager
-    def fake_group(*_: object) -> Iterator[None]:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
-        yield
-        dist.destroy_process_group()
-
-    vars(trainer)["process_group"] = fake_group
-    warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # by real groups
+    os.environ |= {MODE_VARIABLE: "rehearsal", "RANK": str(rank), "WORLD_SIZE": str(config.world_size)}
     training = replace(config.training, steps=2)
-    trainer.Trainer(replace(config, training=training, recorder=PeaksOnly()), Path()).train()
+    replace(config, training=training, recorder=PeaksOnly()).build(Path()).train()
     sent = recorder.live.sent
     counts = [[size, kind, n["count"], n["bytes"]] for (size, kind), n in sorted(sent.items())]
     return {"peaks": recorder.peaks, "sent": counts}

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 START_S = 30.0
-# What clients that are left get to end in, and then the daemon and its servers.
-QUIT_S = 5
-END_S = 20.0
+# A daemon that has not answered yet is looked for after so long.
+SETTLE_S = 2.0
+# What the daemon gets to quit in, which it does when its last client has ended, and then to be gone.
+QUIT_S = 20.0
+END_S = 10.0
 POLL_S = 0.05
 # A socket's name, of which there are at most 108 bytes (unix(7)), is made in the pipe's folder.
 LONGEST_FOLDER = 70
@@ -57,21 +59,22 @@ class Daemon:
             return f"{self._program}: {error.strerror}"
         if code != 0:
             return f"{self._program} -d exited with {code}: {self._said()}"
-        deadline = time.monotonic() + START_S
+        began = time.monotonic()
         while not (self.pipe / "control").exists():
-            if time.monotonic() > deadline or not self.processes():
+            waited_s = time.monotonic() - began
+            if waited_s > START_S or (waited_s > SETTLE_S and not self.processes()):
                 return f"the daemon of {self._program} ended: {self._said()}"
             time.sleep(POLL_S)
         return None
 
     def stop(self) -> None:
-        if self.processes():
+        if (self.pipe / "control").exists():
             with suppress(subprocess.TimeoutExpired, OSError):  # then by force
-                self._control([], f"quit -t {QUIT_S}\n", END_S)
-        deadline = time.monotonic() + END_S / 2
+                self._control([], "quit\n", QUIT_S)
+        deadline = time.monotonic() + END_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        deadline = time.monotonic() + END_S / 2
+        deadline = time.monotonic() + END_S
         while (left := self.processes()) and time.monotonic() < deadline:
             for pid in left:
                 try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from harness import __version__
+from harness.doctor.torch_facts import loaded_libraries, nccl_version
 from harness.masking import masked, masked_arguments
 from harness.recording import RECORDED_VARIABLES
 
@@ -63,9 +64,15 @@ def versions(driver: str | None) -> dict[str, Any]:
         "torch_git": torch.version.git_version,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": loaded_nccl() if cuda else None,
         "driver": driver,
     }
+
+
+def loaded_nccl() -> str | None:
+    """Of the library in this process, which may be preloaded; of the one torch was built with where it is linked in."""
+    library = loaded_libraries().get("libnccl")
+    return nccl_version(library) if library else ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def git_state(directory: Path) -> dict[str, Any]:

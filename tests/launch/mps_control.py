@@ -34,6 +34,5 @@ if sys.argv[1:] == ["-d"]:
     while how == "stuck" or not (pipe / "quit").exists():
         time.sleep(0.02)
 else:
-    words = sys.stdin.read().split()
-    assert words[0] == "quit", words
+    assert sys.stdin.read() == "quit\n"
     (pipe / "quit").touch()

@@ -1,6 +1,9 @@
 """What is kept about the machine and the program, and what must never be."""
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,19 @@ def test_git_state_clean_dirty_and_absent(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.git_state(tmp_path)["reason"] == "git is not installed"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler to make a library")
+def test_version_of_nccl_is_that_of_the_library_in_the_process(tmp_path: Path) -> None:
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text("int ncclGetVersion(int *version) { *version = 23007; return 0; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    program = "from harness.record.provenance import loaded_nccl; print(loaded_nccl())"
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+    assert (done.stdout, done.stderr) == ("2.30.7\n", "")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")

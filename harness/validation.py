@@ -113,6 +113,10 @@ def validate(config: Trainer.Config) -> None:
         f"model.vocab_size={model.vocab_size} must be at least {TEXT_TOKENS} for data.dataset=text: "
         "256 bytes, one token before and one after a document",
     )
+    _require(
+        config.data.dataset == "text" or config.data.path is None,
+        f"data.path={config.data.path} is read with data.dataset=text only: set --data.dataset text, or leave it out",
+    )
     for name in ("trace", "memory"):
         window = getattr(config.recorder, name)
         _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")

@@ -173,3 +173,9 @@ def test_sequence_of_any_length_without_sequence_parallel():
     parallelism = Parallelism.Config(tp=4, sequence_parallel=False)
 
     Trainer.Config(world_size=4, parallelism=parallelism, training=Training.Config(seq_len=254)).validate()
+
+
+def test_a_text_that_would_not_be_read_is_refused():
+    config = with_overrides(recipes.load_config("debug", "tiny"), [("data.path", "notes.jsonl")])
+    with pytest.raises(UsageError, match=r"data\.path=notes\.jsonl is read with data\.dataset=text only"):
+        config.validate()

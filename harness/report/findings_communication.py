@@ -84,8 +84,8 @@ def advice(dimension: str, kind: str | None, exposed_pct: float) -> str:
         )
     if kind == "reduce_scatter":
         return (
-            "The backward between two reduce-scatters is too short: larger micro-batch or sequence, or accumulate "
-            "gradients and reduce once."
+            "The backward between two reduce-scatters is too short: larger micro-batch or sequence, or a bfloat16 "
+            "reduction (half the bytes)."
         )
     return "See which collectives wait: meshscope overlap --by collective."
 

@@ -152,7 +152,10 @@ def reserved(report: Report) -> Iterator[Finding]:
             "reserved_above_active_pct": 100 * (held - active) / active,
         },
         where=ranks_text([item[0] for item in wasted]),
-        advice="PYTORCH_ALLOC_CONF=expandable_segments:True usually takes most of it back.",
+        advice=(
+            "PYTORCH_ALLOC_CONF=expandable_segments:True takes some of it back in many runs and adds to it in others: "
+            "meshscope probe alloc_conf --mode rehearsal says which it is here."
+        ),
     )
 
 

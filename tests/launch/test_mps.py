@@ -107,8 +107,9 @@ def test_no_control_program_is_one_line(tmp_path):
 def test_daemon_ends_however_its_user_does(environment, tmp_path, number):
     program = textwrap.dedent(
         """
-        import time
+        import signal, time
         from harness.mps import mps
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         with mps() as clients:
             print(clients["CUDA_MPS_PIPE_DIRECTORY"], flush=True)
             time.sleep(600)

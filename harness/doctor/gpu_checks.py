@@ -22,6 +22,7 @@ REPAIRS = {
     "COMPAT_NOT_SUPPORTED": "remove CUDA's compat folder from LD_LIBRARY_PATH",
     "libcuda": "in a container: start it with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility",
 }
+# Where MPS listens unless CUDA_MPS_PIPE_DIRECTORY says otherwise (NVIDIA's MPS documentation).
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 

@@ -97,14 +97,16 @@ def test_peak_is_the_ledgers(out):
 
 @pytest.mark.parametrize("name", ["fsdp2_tp2", "hsdp2x2_tied_accumulate2"])
 def test_peak_is_that_of_real_ranks_to_the_byte(tmp_path, name):
-    """The lower of two tracked steps: gloo's thread may let go of what it gathered only after the peak."""
+    """In one of two tracked steps, and never above: gloo's thread may let go of what it gathered only after the peak.
+    Step by step, because the trainer keeps four bytes more of losses with each."""
     (tmp_path / "real").mkdir()
     launch(configuration(name), tmp_path / "real", mode="cpu", environment={"OMP_NUM_THREADS": "1"})
     real = read_recording(tmp_path / "real")
     found = rehearsed(configuration(name), tmp_path / "rehearsal", 0, 3)
 
     for rank in (0, 3):
-        assert min(tracked_peaks(found, rank)) == min(tracked_peaks(real, rank)) > 0
+        held = [there - here for here, there in zip(tracked_peaks(found, rank), tracked_peaks(real, rank), strict=True)]
+        assert min(held) == 0, held
 
 
 def uneven() -> Trainer.Config:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from harness.report.finding import NOT_A_CLUSTER, SEVERITIES, Finding, of_time, ranks_text
 from harness.report.findings_communication import communication_findings
 from harness.report.findings_memory import memory_findings
+from harness.report.findings_settings import setting_findings
 from harness.text import counted, milliseconds
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def find(report: Report) -> list[Finding]:
     found = [
         *run_state(report),
         *memory_findings(report),
+        *setting_findings(report),
         *communication_findings(report),
         *prediction(report),
         *steps(report),

@@ -211,3 +211,39 @@ def test_memory_pending_before_the_history_counts_as_not_reusable(tmp_path):
     assert found.evidence["not_reusable_bytes"] == 7 * size
     assert found.evidence["max_pending_bytes"] == 2 * size
     assert "0.6836 GiB freed and not reusable at once" in found.title
+
+
+def with_environment(path: Path, environment: dict[str, str], mode: str = "real", torch: str = "2.11.0+cu130") -> Path:
+    write_recording(path, manifest={"mode": mode, "versions": {"torch": torch}}, ranks=1, world_size=1, steps=4)
+    recording.write_json(recording.rank_path(path, 0), {"rank": 0, "environment_before": environment})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "mode", "severities"),
+    [
+        ("1", "real", ["medium"]),
+        ("2", "shared-gpu", ["low"]),
+        ("8", "real", []),
+        ("many", "real", []),
+        ("1", "cpu", []),
+    ],
+)
+def test_fewer_hardware_queues_than_the_default(tmp_path, value, mode, severities):
+    with_environment(tmp_path, {"CUDA_DEVICE_MAX_CONNECTIONS": value}, mode)
+    kernels = [("_allgather_base", "mesh_dp_shard", 20, 0, 1000), ("gemm", None, 7, 0, 1)]
+    write_kernels(recording.trace_path(tmp_path, 4, 0), kernels)
+    assert [finding.severity for finding in findings(tmp_path, "MAX_CONNECTIONS")] == severities
+
+
+def test_few_hardware_queues_with_nothing_exposed_are_a_hint(tmp_path):
+    with_environment(tmp_path, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    (found,) = findings(tmp_path, "MAX_CONNECTIONS")
+    assert found.severity == "low"
+    assert found.evidence["exposed_ns"] is None
+
+
+@pytest.mark.parametrize(("torch", "count"), [("2.11.0+cu130", 1), ("2.7.1", 0), ("unknown", 0)])
+def test_variable_that_this_torch_ignores(tmp_path, torch, count):
+    with_environment(tmp_path, {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}, torch=torch)
+    assert len(findings(tmp_path, "does nothing")) == count

@@ -1,0 +1,67 @@
+"""The recordings that ship with the project: readable, small, and as their README says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.report import build
+
+ROOT = Path(__file__).parents[1]
+RECORDED = ROOT / "runs" / "recorded"
+LIMIT_BYTES = 15 * 2**20
+NAMES = sorted(path.parent.name for path in RECORDED.glob("*/manifest.json"))
+
+
+def exposed_pct(name: str) -> float:
+    whole = next(item for item in build(RECORDED / name).dimensions if item["dimension"] == "mesh_dp_shard")
+    return 100 * whole["exposed_ns"] / whole["comm_ns"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recording_is_whole(name):
+    report = build(RECORDED / name)
+    assert report.errors == []
+    assert report.recording is not None
+    assert report.recording.missing_ranks == []
+    assert report.metrics["step_wall_ns"].value
+    assert f"`{name}`" in (RECORDED / "README.md").read_text()
+
+
+def test_what_one_hardware_queue_does():
+    unset, one = exposed_pct("h200x2_fsdp2"), exposed_pct("h200x2_fsdp2_connections_1")
+    assert one > 2 * unset
+    titles = [finding.title for finding in build(RECORDED / "h200x2_fsdp2_connections_1").findings]
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in title for title in titles)
+
+
+def test_all_of_it_is_small():
+    assert len(NAMES) >= 3
+    assert sum(path.stat().st_size for path in RECORDED.rglob("*") if path.is_file()) <= LIMIT_BYTES
+
+
+def test_trimming_again_changes_no_figure(tmp_path):
+    source = RECORDED / "h200x2_fsdp2"
+    done = subprocess.run([sys.executable, ROOT / "runs" / "trim.py", source, tmp_path / "again"], timeout=60)
+    assert done.returncode == 0
+    first, again = build(source), build(tmp_path / "again")
+    assert again.overlap is not None
+    assert first.overlap is not None
+    assert [entry["window"] for entry in again.overlap["ranks"]] == [
+        entry["window"] for entry in first.overlap["ranks"]
+    ]
+    assert again.metrics == first.metrics
+
+
+def test_what_cannot_be_trimmed_is_said(tmp_path):
+    shutil.copytree(RECORDED / "h200x2_fsdp2", tmp_path / "broken")
+    next((tmp_path / "broken").rglob("*_trace.json.gz")).write_bytes(b"no gzip")
+    command = [sys.executable, ROOT / "runs" / "trim.py", tmp_path / "broken", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

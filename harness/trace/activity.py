@@ -17,7 +17,7 @@ from harness.trace.intervals import Intervals, Ns, union
 Mask = NDArray[np.bool_]
 
 # What an activity says of each event.
-COLUMNS = ("start", "end", "role", "collective", "launch", "thread", "stream", "sequence", "counts")
+COLUMNS = ("start", "end", "role", "collective", "launch", "thread", "stream", "sequence", "counts", "name")
 
 
 class Collective(NamedTuple):
@@ -42,7 +42,8 @@ class Activity:
     """Intervals [start, end) in the trace's ns. `collective` indexes `collectives`, -1 where nothing communicates;
     `launch` is the start of the host call that launched an event (a host interval's own start), MISSING without one,
     and `thread` the host thread of that call. A collective may have several intervals; the one that `counts` is the
-    collective, the others are more of its time."""
+    collective, the others are more of its time. `name` indexes `names`: the kernel's, the memory operation's, the
+    annotation's."""
 
     source: Literal["device", "host"]
     device: int | None
@@ -55,7 +56,9 @@ class Activity:
     stream: Ns
     sequence: Ns
     counts: Mask
+    name: Ns
     collectives: list[Collective]
+    names: list[str]
     notes: tuple[str, ...] = ()
 
     def window(self, mask: Mask | None = None) -> Window:
@@ -108,7 +111,9 @@ def device_activities(trace: Trace, groups: Groups) -> list[Activity]:
             stream=events.stream[mine],
             sequence=events.sequence[mine],
             counts=communicates[mine],
+            name=events.name[mine],
             collectives=[collective or nothing for collective in collectives],
+            names=trace.names,
         )
         for device in np.unique(events.device)
         for mine in [events.device == device]

@@ -64,8 +64,8 @@ class ExactEvent(Event, gc=False):
 
 
 class DeviceEvents(NamedTuple):
-    """Kernels and memory operations. `label` indexes `Trace.labels`, -1 for memory operations; device, stream,
-    correlation and sequence are MISSING where the trace has none."""
+    """Kernels and memory operations. `label` indexes `Trace.labels`, -1 for memory operations, `name` indexes
+    `Trace.names`; device, stream, correlation and sequence are MISSING where the trace has none."""
 
     start: Ns
     dur: Ns
@@ -74,6 +74,7 @@ class DeviceEvents(NamedTuple):
     stream: Ns
     correlation: Ns
     sequence: Ns
+    name: Ns
 
 
 class Launches(NamedTuple):
@@ -225,7 +226,7 @@ class _Reader:
         self.labels: Interned[Label] = Interned()
         self.names: Interned[str] = Interned()
         self.threads: Interned[tuple[Word, Word]] = Interned()
-        self.device, self.launches = Columns(7, 2), Columns(4, 1)
+        self.device, self.launches = Columns(8, 2), Columns(4, 1)
         self.annotations, self.operators = Columns(4, 2), Columns(4, 2)
         self._category: dict[str | None, str] = {}
         self.dropped: Counter[str] = Counter()
@@ -275,7 +276,7 @@ class _Reader:
         args = event.args or Args()
         label = -1 if cat == "memory" else self.labels[label_of(name, args)]
         device = to_id(args.device if args.device is not None else event.pid)
-        numbers = (to_id(args.stream), to_id(args.correlation), to_id(args.sequence))
+        numbers = (to_id(args.stream), to_id(args.correlation), to_id(args.sequence), self.names[name])
         self.device.rows.append((event.ts, event.dur, label, device, *numbers))
 
     def finish(self, path: Path, stream: EventStream[Any]) -> Trace:

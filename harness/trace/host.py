@@ -23,6 +23,7 @@ from harness.trace.gloo import Call, Work, link
 from harness.trace.intervals import Intervals, join, subtract, union
 
 GLOO, RANGE = "gloo:", "comm:"
+OPERATORS = "operators"
 
 
 def host_activity(trace: Trace, groups: Groups) -> Activity:
@@ -61,7 +62,9 @@ def host_activity(trace: Trace, groups: Groups) -> Activity:
         stream=np.full(start.size, MISSING, np.int64),
         sequence=np.concatenate((np.array([sequence for _, sequence in meanings], np.int64), nothing)),
         counts=np.concatenate((counts, np.zeros(computes, np.bool_))),
+        name=np.concatenate((rows.name, np.full(computes, len(trace.names), np.int64))),
         collectives=list(collectives),
+        names=[*trace.names, OPERATORS],
         notes=notes(names, set(call_of), recorded),
     )
 

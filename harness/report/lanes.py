@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from harness.trace import Capture
 from harness.trace.activity import Activity, Collective, Mask
 from harness.trace.capture import DeviceCapture
+from harness.trace.coverage import Shares, shares
 from harness.trace.events import MISSING
 from harness.trace.figures import COMMUNICATION, COMPUTE, MEMORY
-from harness.trace.intervals import EMPTY, Intervals, Ns, subtract
+from harness.trace.intervals import EMPTY, Intervals, subtract
 
 COLUMNS = 1200
-
-Shares = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +80,8 @@ def picture(capture: Capture, device: DeviceCapture, step: int | None, columns: 
             kind=kind,
             streams=streams_of(activity, mine),
             count=int((mine if exposed is None else mine & activity.counts).sum()),
-            busy=coverage(times, edges),
-            exposed=coverage(EMPTY if exposed is None else exposed, edges),
+            busy=shares(times, edges),
+            exposed=shares(EMPTY if exposed is None else exposed, edges),
             busy_ns=times.total_ns(),
             exposed_ns=None if exposed is None else exposed.total_ns(),
         )
@@ -118,16 +116,3 @@ def kind_of(collective: Collective) -> str:
 def streams_of(activity: Activity, mask: Mask) -> list[int]:
     streams = np.unique(activity.stream[mask])
     return [int(stream) for stream in streams if stream != MISSING]
-
-
-def coverage(times: Intervals, edges: Ns) -> Shares:
-    """The share of each column [edges[i], edges[i+1]) that `times` covers: nothing is widened to be seen and nothing
-    is lost."""
-    if not times.start.size or edges.size < 2:
-        return np.zeros(max(edges.size - 1, 0))
-    before = np.concatenate(([0], np.cumsum(times.end - times.start)))
-    begun = np.searchsorted(times.start, edges, side="right")
-    last = np.maximum(begun - 1, 0)
-    within = np.where(begun > 0, np.minimum(edges, times.end[last]) - times.start[last], 0)
-    covered = before[last] + np.where(begun > 0, within, 0)
-    return np.asarray(np.diff(covered) / np.diff(edges), np.float64)

@@ -9,9 +9,10 @@ import pytest
 from written import write_kernels
 
 from harness.report.figures import LANE_PIXELS, lane_pixels
-from harness.report.lanes import coverage, most_exposed
+from harness.report.lanes import most_exposed
 from harness.sources import find_sources
 from harness.trace import read_captures
+from harness.trace.coverage import shares
 from harness.trace.intervals import union
 
 KERNELS = [
@@ -39,7 +40,7 @@ def test_coverage_counts_every_nanosecond_once(seed):
     for begin, end in zip(*times, strict=True):
         covered[begin:end] = True
     expected = [covered[max(a, 0) : max(b, 0)].sum() / (b - a) for a, b in pairwise(edges)]
-    np.testing.assert_allclose(coverage(times, edges), expected)
+    np.testing.assert_allclose(shares(times, edges), expected)
 
 
 def test_lanes_have_the_figures_of_the_step(tmp_path):

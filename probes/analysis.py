@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -24,12 +24,27 @@ LOSS_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PairDifference:
+    """One metric in one pair: the baseline's trial `a`, the arm's `b`, and b against a in `unit` (percent of a, points
+    or bytes)."""
+
+    metric: str
+    pair: int
+    a: float
+    b: float
+    difference: float
+    unit: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArmComparison:
-    """One arm against the baseline. `reason` says what decided where it was no metric."""
+    """One arm against the baseline. `pairs` are what `metrics` are made of, `reason` says what decided where it was no
+    metric."""
 
     arm: str
     verdict: Verdict | Dead
     metrics: list[stats.Comparison]
+    pairs: list[PairDifference] = field(default_factory=list)
     reason: str | None = None
     needed_pairs: int | None = None
 
@@ -86,6 +101,7 @@ class Analysis:
                 for i in self.comparisons
             ],
             "recommended": best and {"arm": best.arm, **_settings(experiment, best.arm)},
+            "pairs": [{"arm": item.arm, **asdict(pair)} for item in self.comparisons for pair in item.pairs],
             "sees_pct": self.sees_pct,
             "experiment": {"path": str(experiment.directory), **experiment.to_json()},
             "trials": [self._trial(trial) for trial in self.progress.trials],
@@ -188,7 +204,7 @@ def _compare(
         return ArmComparison(arm=arm, verdict="inconclusive", metrics=[]), [
             f"{arm}: {len(shared)} valid pairs with {experiment.baseline.name}; an interval needs 2"
         ]
-    compared, notes = [], []
+    compared, pairs, notes = [], [], []
     for name, metric in COMPARED.items():
         if experiment.mode == "rehearsal" and not metric.is_bytes:  # one process shows no cluster's times
             continue
@@ -217,16 +233,29 @@ def _compare(
             )
         except ValueError as error:
             notes.append(f"{arm}: {one_line(str(error))}")
+            continue
+        pairs += _pairs(name, shared, numbers_a, numbers_b)
     primary = next((item for item in compared if item.metric == experiment.primary), None)
     if primary is None:
-        return ArmComparison(arm=arm, verdict="inconclusive", metrics=compared), notes
+        return ArmComparison(arm=arm, verdict="inconclusive", metrics=compared, pairs=pairs), notes
     compared = stats.correct(compared, experiment.primary)
     return ArmComparison(
         arm=arm,
         verdict=stats.verdict_of(compared, experiment.primary),
         metrics=compared,
+        pairs=pairs,
         needed_pairs=primary.needed_pairs,
     ), notes
+
+
+def _pairs(metric: str, pairs: Sequence[int], a: Sequence[float], b: Sequence[float]) -> list[PairDifference]:
+    scale = scale_of(metric)
+    return [
+        PairDifference(
+            metric=metric, pair=k, a=x, b=y, difference=stats.difference(x, y, scale), unit=stats.UNITS[scale]
+        )
+        for k, x, y in zip(pairs, a, b, strict=True)
+    ]
 
 
 def _by_outcome(experiment: Experiment, progress: Progress, arm: str) -> ArmComparison | None:

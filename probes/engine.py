@@ -34,11 +34,13 @@ DROPPED_PAIRS = 2
 @dataclass(kw_only=True, slots=True)
 class Progress:
     """`trials` are those that ended, with what became of them; `outcomes` maps an arm to what it does instead of
-    running, and the line that says so; `dropped` maps a pair to why it was given up."""
+    running, and the line that says so; `dropped` maps a pair to why it was given up; `unfinished` maps what is still
+    to run to how it stands."""
 
     trials: dict[Trial, Judged] = field(default_factory=dict)
     outcomes: dict[str, tuple[Outcome, str]] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
+    unfinished: dict[Trial, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def valid(self, arm: str) -> list[Trial]:
@@ -50,13 +52,15 @@ def conduct(experiment: Experiment, say: Say, program: Sequence[str] = WORKER) -
 
     Raises KeyboardInterrupt as `launch` does, and `RefusedError` for arms that differ in something undeclared.
     """
-    engine = _Engine(experiment, say, program, Progress())
-    for pair, trials in groupby(experiment.order(), key=lambda trial: trial.pair):
-        engine.run_pair(pair, list(trials))
-        if len(engine.progress.dropped) >= DROPPED_PAIRS:
-            say(f"{DROPPED_PAIRS} pairs were given up: no more are tried")
-            break
-    return engine.progress
+    return _Engine(experiment, say, program, Progress()).run()
+
+
+def survey(experiment: Experiment) -> Progress:
+    """What the trials on disk say, by the rules of `conduct`; nothing is started and no file is touched.
+
+    Raises `RefusedError` as `conduct` does.
+    """
+    return _Engine(experiment, lambda line: None, (), Progress(), starts=False).run()
 
 
 def voided(experiment: Experiment) -> list[dict[str, object]]:
@@ -75,8 +79,17 @@ class _Engine:
     say: Say
     program: Sequence[str]
     progress: Progress
+    starts: bool = True
     first: tuple[Trial, recording.Recording] | None = None
     """The first valid trial: what all others must be like."""
+
+    def run(self) -> Progress:
+        for pair, trials in groupby(self.experiment.order(), key=lambda trial: trial.pair):
+            self.run_pair(pair, list(trials))
+            if len(self.progress.dropped) >= DROPPED_PAIRS:
+                self.say(f"{DROPPED_PAIRS} pairs were given up: no more are tried")
+                break
+        return self.progress
 
     def run_pair(self, pair: int, trials: list[Trial]) -> None:
         """One trial of each arm, all of them again while one is void."""
@@ -89,11 +102,15 @@ class _Engine:
                         break
             culprit = next((trial for trial, judged in done.items() if judged.state == "void"), None)
             if culprit is None:
-                self.progress.trials |= done
+                self.progress.unfinished |= {t: str(judged.reason) for t, judged in done.items() if not judged.ended}
+                self.progress.trials |= {t: judged for t, judged in done.items() if judged.ended}
                 return
             judged = done.pop(culprit)
             reason = f"trial {self.experiment.trial_directory(culprit).name}: {one_line(str(judged.reason))}"
             count = max((number for trial in trials for number, _ in _set_aside(self.experiment, trial)), default=0)
+            if count < MAX_RERUNS and not self.starts:
+                self.progress.unfinished |= dict.fromkeys(trials, f"its pair is void and runs again: {reason}")
+                return
             if count < MAX_RERUNS:
                 self.say(f"{reason}: its pair is void and runs again")
                 self.set_aside(trials, culprit, count + 1, str(judged.reason))
@@ -118,7 +135,9 @@ class _Engine:
         """What became of the trial, now or before."""
         directory = self.experiment.trial_directory(trial)
         judged = judge(self.experiment, trial, directory) if directory.exists() else None
-        if judged is not None and judged.state == "broken":
+        if not self.starts and judged is None:
+            return Judged(state="broken", reason="it has not run")
+        if self.starts and judged is not None and not judged.ended:
             self.say(f"trial {directory.name} was interrupted: it runs again")
             _wait_for_ranks(directory)
             shutil.rmtree(directory)
@@ -126,7 +145,7 @@ class _Engine:
         if judged is None:
             self.start(trial, directory)
             judged = judge(self.experiment, trial, directory)
-        if judged.state == "broken":
+        if self.starts and not judged.ended:
             return Judged(state="void", reason=judged.reason)
         if judged.state == "outcome" and judged.outcome:
             self.say(f"trial {directory.name}: arm {trial.arm} {judged.outcome}: {one_line(str(judged.reason))}")

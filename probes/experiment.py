@@ -1,6 +1,7 @@
 """The plan of an experiment, fixed on disk before its first trial, and the folder it lives in.
 
 <out>/experiment.json                     the plan; the same command again goes on, another plan is refused
+<out>/build.json                          what the installed libraries say of the arms' variables
 <out>/trials/{index:02d}-{arm}/           a recording each, plus surroundings.json (GPUs seen from outside)
 <out>/trials/{index:02d}-{arm}.void{n}/   a trial whose pair was voided and run again
 <out>/analysis.json                       what `meshscope probe --json` prints
@@ -24,6 +25,7 @@ from probes import plan as pairs_plan
 from probes import stats
 from probes.knobs import Arm, Knob
 
+PLAN, BUILD = "experiment.json", "build.json"
 SCHEMA_VERSION = 1
 DEFAULT_PAIRS = 8
 MAX_RERUNS = 2
@@ -133,7 +135,7 @@ class Experiment:
         Raises `UsageError` for a folder that holds another plan (naming what differs) or something else,
         `InputError` if the plan there is unreadable.
         """
-        path, mine = self.directory / "experiment.json", self.to_json()
+        path, mine = self.directory / PLAN, self.to_json()
         if path.exists():
             theirs = read_json(path)
             changed = [name for name in mine if mine[name] != theirs.get(name)]

@@ -86,6 +86,11 @@ class Comparison:
         return asdict(self) | {"notes": list(self.notes)}
 
 
+def difference(a: float, b: float, scale: Scale) -> float:
+    """B against A in the scale's unit: percent of A, points or bytes."""
+    return 100 * (b - a) / a if scale == "ratio" else b - a
+
+
 def compare_pairs(
     metric: str,
     a: Sequence[float],
@@ -236,14 +241,14 @@ class _Frame:
 
     def exactly(self) -> Comparison:
         """Every trial of an arm gave the same value: what is seen is the effect, without an interval's width."""
-        effect, note = self._difference(), "exact: all trials of an arm agree"
+        effect, note = difference(self.a, self.b, self.scale), "exact: all trials of an arm agree"
         if abs(effect) >= self.threshold:
             return self._comparison(self._direction(effect), (note,), effect, (effect,) * 4, exact=True)
         notes = (note, f"detectable but negligible: {self._within()}") if effect else (note,)
         return self._comparison("no difference", notes, effect, (effect,) * 4, exact=True)
 
     def undecided(self, note: str) -> Comparison:
-        return self._comparison("inconclusive", (note,), self._difference(), None)
+        return self._comparison("inconclusive", (note,), difference(self.a, self.b, self.scale), None)
 
     def decided(self, mean: float, se: float, df: float, sd: float, exact_p: float, least_p: float) -> Comparison:
         """The verdict by the module's rules; `mean`, `se` and `sd` as analysed, `least_p` what the exact test can
@@ -314,9 +319,6 @@ class _Frame:
             needed_pairs=None,
             notes=notes,
         )
-
-    def _difference(self) -> float:
-        return 100 * (self.b - self.a) / self.a if self.scale == "ratio" else self.b - self.a
 
     def _direction(self, effect: float) -> Verdict:
         return "better" if (effect < 0) == (self.better == "lower") else "worse"

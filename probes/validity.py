@@ -46,6 +46,10 @@ class Judged:
     failed: bool = False
     recording: Recording | None = None
 
+    @property
+    def ended(self) -> bool:
+        return self.state != "broken"
+
 
 def judge(experiment: Experiment, trial: Trial, directory: Path) -> Judged:
     """What became of a trial, from its files alone. Raises `RefusedError` if its ranks lacked the arm's setting."""

@@ -28,7 +28,16 @@ from harness.validation import validate_inputs
 from probes import liveness, text
 from probes.analysis import Analysis, analyse, refused, without_trials
 from probes.engine import conduct
-from probes.experiment import DEFAULT_PAIRS, Experiment, Known, default_thresholds, locked, with_windows
+from probes.experiment import (
+    BUILD,
+    DEFAULT_PAIRS,
+    SCHEMA_VERSION,
+    Experiment,
+    Known,
+    default_thresholds,
+    locked,
+    with_windows,
+)
 from probes.knobs import KNOBS, Arm, find_knob, split_values
 from probes.reduce import COMPARED
 from probes.surroundings import without
@@ -194,6 +203,7 @@ def perform(experiment: Experiment, notes: Sequence[str], program: Sequence[str]
     directory = experiment.directory
     with locked(directory):
         resumed = experiment.fix()
+        write_json(directory / BUILD, {"schema_version": SCHEMA_VERSION, "notes": list(notes)})
         arms = " / ".join(arm.name for arm in experiment.run_arms)
         _say(
             f"{experiment.knob.name}: {arms}, {counted(len(experiment.order()), 'trial')}, mode {experiment.mode}, "

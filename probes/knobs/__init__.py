@@ -8,7 +8,7 @@ from harness.errors import UsageError
 from probes.knobs import aa, alloc_conf, max_connections, record_streams, reshard, threads
 from probes.knobs.knob import UNSET, Arm, Knob, split_values
 
-__all__ = ["KNOBS", "UNSET", "Arm", "Knob", "find_knob", "split_values"]
+__all__ = ["KNOBS", "UNSET", "Arm", "Knob", "find_knob", "split_values", "variable_knob"]
 
 KNOBS: dict[str, Knob] = {
     module.KNOB.name: module.KNOB for module in (aa, threads, max_connections, alloc_conf, record_streams, reshard)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from harness import recording
 from harness.compare.standing import is_gone
@@ -63,9 +64,9 @@ def survey(experiment: Experiment) -> Progress:
     return _Engine(experiment, lambda line: None, (), Progress(), starts=False).run()
 
 
-def voided(experiment: Experiment) -> list[dict[str, object]]:
+def voided(experiment: Experiment) -> list[dict[str, Any]]:
     """The runs that were set aside, with the reason where the run itself was the cause."""
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for trial in experiment.order():
         for number, directory in _set_aside(experiment, trial):
             reason = recording.read_status(directory).reason

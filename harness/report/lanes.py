@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,21 +46,34 @@ class LanePicture:
     lanes: list[Lane]
 
 
-def most_exposed(captures: Sequence[Capture]) -> LanePicture | None:
-    """The traced step and rank with most exposed communication; a file without steps as a whole. None: no events."""
-    best: tuple[int, Capture, DeviceCapture, int | None] | None = None
+class TracedStep(NamedTuple):
+    """A step in a trace, None where the file names none; `exposed_ns`: communication in which nothing computed."""
+
+    exposed_ns: int
+    capture: Capture
+    device: DeviceCapture
+    index: int | None
+
+    @property
+    def number(self) -> int | None:
+        return None if self.index is None else self.capture.steps[self.index].number
+
+
+def traced_steps(captures: Sequence[Capture]) -> Iterator[TracedStep]:
+    """Every step that has events on a device; a file without steps as a whole."""
     for capture in captures:
         for device in capture.devices:
             choices: list[int | None] = [i for i in range(len(capture.steps)) if (device.step == i).any()]
             for index in choices or [None]:
-                mask = selected(device, index)
-                window = device.activity.window(mask)
-                if not window.span_ns:
-                    continue
-                exposed = window.exposed_ns(window.communication)
-                if best is None or exposed > best[0]:
-                    best = (exposed, capture, device, index)
-    return None if best is None else picture(*best[1:])
+                window = device.activity.window(selected(device, index))
+                if window.span_ns:
+                    yield TracedStep(window.exposed_ns(window.communication), capture, device, index)
+
+
+def most_exposed(captures: Sequence[Capture]) -> LanePicture | None:
+    """The traced step and rank with most exposed communication. None: no events."""
+    best = max(traced_steps(captures), key=lambda step: step.exposed_ns, default=None)
+    return None if best is None else picture(best.capture, best.device, best.index)
 
 
 def selected(device: DeviceCapture, step: int | None) -> Mask:

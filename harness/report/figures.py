@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,9 @@ from harness.report.drawing import (
 from harness.report.lanes import Lane, LanePicture
 from harness.report.markup import Html
 from harness.text import GIB, MIB, counted, printable, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RANKS_DRAWN = 32
 BARS = 80
@@ -179,7 +182,7 @@ def step_parts(parts: Sequence[dict[str, Any]]) -> Html:
                     share = 100 * values[part] / item["span_ns"]
                     axes.text(at + width / 2, row, f"{share:.0f} %", ha="center", va="center_baseline", color=ink)
                 at += width
-        axes.set_yticks(range(len(shown)), [rank_name(item) for item in shown])
+        axes.set_yticks(range(len(shown)), [rank_name(item["rank"]) for item in shown])
         axes.invert_yaxis()
         axes.set_xlim(0, longest * 1.01 or 1)
         axes.set_xlabel("ms of the mean traced step")
@@ -190,26 +193,34 @@ def step_parts(parts: Sequence[dict[str, Any]]) -> Html:
         )
 
 
-def rank_name(item: dict[str, Any]) -> str:
-    return "rank ?" if item["rank"] is None else f"rank {item['rank']}"
+def rank_name(rank: int | None) -> str:
+    return "rank ?" if rank is None else f"rank {rank}"
 
 
 def lanes(picture: LanePicture) -> Html:
-    """Lanes over time. The filled height of a column is the share of it in which the lane ran: strong where nothing
-    computed, pale where computation hid it. A thin line under a lane marks each column in which it ran at all."""
-    count = len(picture.lanes)
+    """Lanes over time, see `draw_lanes`."""
     with style():
-        figure, axes = new_figure(0.55 + 0.3 * count)
-        span = picture.span_ns / 1e6
-        pixels = np.vstack([lane_pixels(lane) for lane in picture.lanes])
-        axes.imshow(pixels, extent=(0, span, count, 0), aspect="auto", interpolation="none")
-        axes.set_yticks([row + 0.5 for row in range(count)], [lane_name(lane) for lane in picture.lanes])
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        axes.grid(axis="x")
+        figure, axes = new_figure(0.55 + 0.3 * len(picture.lanes))
+        draw_lanes(axes, picture)
         axes.set_xlabel("ms")
-        what = "the whole file" if picture.step is None else f"step {picture.step}"
-        return svg(figure, "lanes", f"What {what} of {rank_name({'rank': picture.rank})} did over {span:.1f} ms")
+        span = picture.span_ns / 1e6
+        return svg(figure, "lanes", f"What {step_name(picture)} of {rank_name(picture.rank)} did over {span:.1f} ms")
+
+
+def draw_lanes(axes: Axes, picture: LanePicture) -> None:
+    """The filled height of a column is the share of it in which the lane ran: strong where nothing computed, pale
+    where computation hid it. A thin line under a lane marks each column in which it ran at all."""
+    count = len(picture.lanes)
+    pixels = np.vstack([lane_pixels(lane) for lane in picture.lanes])
+    axes.imshow(pixels, extent=(0, picture.span_ns / 1e6, count, 0), aspect="auto", interpolation="none")
+    axes.set_yticks([row + 0.5 for row in range(count)], [lane_name(lane) for lane in picture.lanes])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+
+
+def step_name(picture: LanePicture) -> str:
+    return "the whole file" if picture.step is None else f"step {picture.step}"
 
 
 def lane_name(lane: Lane) -> str:
@@ -236,37 +247,45 @@ def lane_pixels(lane: Lane) -> NDArray[np.uint8]:
 
 
 def memory_timeline(timeline: Timeline) -> Html:
-    """Allocated, active and reserved over the history; each column of the picture shows its highest values, so a
-    peak is never lost. The band between allocated and active is freed and not reusable yet."""
+    """Memory over the history, see `draw_memory`."""
     unit, name = unit_of(max(timeline.peak("reserved").bytes, timeline.peak("active").bytes))
+    with style():
+        figure, axes = new_figure(3.0)
+        axes.set_ylim(0, 1.12 * draw_memory(axes, timeline, unit))
+        axes.set_ylabel(name)
+        return svg(figure, "memory", f"Memory over the history: active peak {size(timeline.peak('active').bytes)}")
+
+
+def draw_memory(axes: Axes, timeline: Timeline, unit: int) -> float:
+    """Allocated, active and reserved over the history, in `unit` bytes; returns the highest level drawn.
+
+    Each column shows its highest values, so a peak is never lost. The band between allocated and active is freed and
+    not reusable yet.
+    """
     x, curves = highest_per_column(timeline)
     allocated, active, reserved = (curves[key] / unit for key in ("allocated", "active", "reserved"))
     top = timeline.peak("active")
-    with style():
-        figure, axes = new_figure(3.0)
-        axes.grid(axis="y")
-        axes.fill_between(x, allocated, step="post", color=BLUE, alpha=0.55, linewidth=0)
-        axes.fill_between(
-            x, allocated, active, step="post", facecolor=RED, alpha=0.9, hatch="////", edgecolor=INK, linewidth=0
-        )
-        axes.step(x, active, where="post", color=BLUE, linewidth=0.9)
-        axes.step(x, reserved, where="post", color=INK, linewidth=1, linestyle=(0, (4, 2)))
-        at = x[int(np.argmax(active))]
-        late = at > x[0] + 0.8 * (x[-1] - x[0])
-        axes.plot([at], [top.bytes / unit], marker="v", color=INK, markersize=5, clip_on=False)
-        axes.annotate(
-            f"peak {size(top.bytes)}",
-            (at, top.bytes / unit),
-            xytext=(-8 if late else 8, -1),
-            textcoords="offset points",
-            ha="right" if late else "left",
-            va="top",
-        )
-        axes.set_ylim(0, 1.12 * max(float(reserved.max()), float(active.max()), 1e-9))
-        axes.set_xlim(x[0], x[-1])
-        axes.set_xlabel("ms since the history began" if timeline.time_us is not None else "event")
-        axes.set_ylabel(name)
-        return svg(figure, "memory", f"Memory over the history: active peak {size(top.bytes)}")
+    axes.grid(axis="y")
+    axes.fill_between(x, allocated, step="post", color=BLUE, alpha=0.55, linewidth=0)
+    axes.fill_between(
+        x, allocated, active, step="post", facecolor=RED, alpha=0.9, hatch="////", edgecolor=INK, linewidth=0
+    )
+    axes.step(x, active, where="post", color=BLUE, linewidth=0.9)
+    axes.step(x, reserved, where="post", color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    at = x[int(np.argmax(active))]
+    late = at > x[0] + 0.8 * (x[-1] - x[0])
+    axes.plot([at], [top.bytes / unit], marker="v", color=INK, markersize=5, clip_on=False)
+    axes.annotate(
+        f"peak {size(top.bytes)}",
+        (at, top.bytes / unit),
+        xytext=(-8 if late else 8, -1),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        va="top",
+    )
+    axes.set_xlim(x[0], x[-1])
+    axes.set_xlabel("ms since the history began" if timeline.time_us is not None else "event")
+    return max(float(reserved.max()), float(active.max()), 1e-9)
 
 
 def highest_per_column(timeline: Timeline, columns: int = 900) -> tuple[NDArray[np.float64], dict[str, Any]]:

@@ -17,7 +17,19 @@ def page(report: Report) -> str:
     """The whole document. Sections without input are left out and named at the end."""
     shown = [(section, content) for section in sections.SECTIONS if (content := section.body(report))]
     missing = [section for section in sections.SECTIONS if section not in [s for s, _ in shown]]
-    title = sections.title(report)
+    return document(
+        title=sections.title(report),
+        header=sections.head(report),
+        body=[(section.anchor, section.title, content) for section, content in shown],
+        left_out=_left_out(report, missing),
+        footer=[sections.definitions(), tag("p", f"Written by meshscope {__version__}; figures as in report --json.")],
+    )
+
+
+def document(
+    *, title: str, header: list[Html], body: list[tuple[str, str, list[Html]]], left_out: Html, footer: list[Html]
+) -> str:
+    """A page with this project's looks from finished parts; `body` are its sections: anchor, title, content."""
     style = Html(files("harness.report").joinpath("page.css").read_text(encoding="utf-8"))
     head = tag(
         "head",
@@ -28,22 +40,15 @@ def page(report: Report) -> str:
         tag("title", f"{title} · meshscope"),
         tag("style", style),
     )
-    links = [tag("a", section.title, href=f"#{section.anchor}") for section, _ in shown]
-    body = tag(
+    links = [tag("a", name, href=f"#{anchor}") for anchor, name, _ in body]
+    sections_ = [tag("section", tag("h2", name), *content, id=anchor) for anchor, name, content in body]
+    whole = tag(
         "body",
-        tag("header", *sections.head(report), tag("nav", *links, aria_label="Sections")),
-        tag("main", *(_section(section, content) for section, content in shown), _left_out(report, missing)),
-        tag(
-            "footer",
-            sections.definitions(),
-            tag("p", f"Written by meshscope {__version__}; figures as in report --json."),
-        ),
+        tag("header", *header, tag("nav", *links, aria_label="Sections")),
+        tag("main", *sections_, left_out),
+        tag("footer", *footer),
     )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _section(section: sections.Section, content: list[Html]) -> Html:
-    return tag("section", tag("h2", section.title), *content, id=section.anchor)
+    return f"<!DOCTYPE html>\n{tag('html', head, whole, lang='en')}\n"
 
 
 def _left_out(report: Report, missing: list[sections.Section]) -> Html:

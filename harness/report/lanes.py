@@ -47,16 +47,17 @@ class LanePicture:
 
 
 class TracedStep(NamedTuple):
-    """A step in a trace, None where the file names none; `exposed_ns`: communication in which nothing computed."""
+    """A step in a trace: its place among `capture.steps`, None where the file names none. `exposed_ns`: communication
+    in which nothing computed."""
 
     exposed_ns: int
     capture: Capture
     device: DeviceCapture
-    index: int | None
+    place: int | None
 
     @property
     def number(self) -> int | None:
-        return None if self.index is None else self.capture.steps[self.index].number
+        return None if self.place is None else self.capture.steps[self.place].number
 
 
 def traced_steps(captures: Sequence[Capture]) -> Iterator[TracedStep]:
@@ -64,16 +65,16 @@ def traced_steps(captures: Sequence[Capture]) -> Iterator[TracedStep]:
     for capture in captures:
         for device in capture.devices:
             choices: list[int | None] = [i for i in range(len(capture.steps)) if (device.step == i).any()]
-            for index in choices or [None]:
-                window = device.activity.window(selected(device, index))
+            for place in choices or [None]:
+                window = device.activity.window(selected(device, place))
                 if window.span_ns:
-                    yield TracedStep(window.exposed_ns(window.communication), capture, device, index)
+                    yield TracedStep(window.exposed_ns(window.communication), capture, device, place)
 
 
 def most_exposed(captures: Sequence[Capture]) -> LanePicture | None:
     """The traced step and rank with most exposed communication. None: no events."""
     best = max(traced_steps(captures), key=lambda step: step.exposed_ns, default=None)
-    return None if best is None else picture(best.capture, best.device, best.index)
+    return None if best is None else picture(best.capture, best.device, best.place)
 
 
 def selected(device: DeviceCapture, step: int | None) -> Mask:

@@ -52,7 +52,7 @@ def parts(report: Report) -> list[Html]:
     for item in report.mean_parts:
         values = figures.part_values(item)
         cells = (figure_cell(f"{name}_ns", values.get(name, 0)) for name in looks)
-        rows.append([figures.rank_name(item), *cells, figure_cell("span_ns", item["span_ns"])])
+        rows.append([figures.rank_name(item["rank"]), *cells, figure_cell("span_ns", item["span_ns"])])
     caption = f"The parts of a bar add up to the span of the rank's mean traced step.{figures.cut(report.mean_parts)}"
     return [
         tag("h3", "Where a traced step goes, by rank"),

@@ -313,7 +313,7 @@ def aligned_lanes(runs: Mapping[str, Measured]) -> AlignedLanes | None:
     first = next(iter(traced.values()))
     rank, number = key = max(shared, key=lambda key: first[key].exposed_ns)
     pictures = {
-        name: picture(steps[key].capture, steps[key].device, steps[key].index) for name, steps in traced.items()
+        name: picture(steps[key].capture, steps[key].device, steps[key].place) for name, steps in traced.items()
     }
     span = max(one.span_ns for one in pictures.values())
     return AlignedLanes(rank=rank, step=number, pictures=pictures, span_ns=span)

@@ -28,6 +28,7 @@ Say = Callable[[str], None]
 
 # Ranks of a probe that was killed end by themselves; a driver lets go of an ended process a moment later.
 LEAVING_S = 30.0
+NOT_RUN = "it has not run"
 # Pairs given up before nothing more is tried: the machine is not fit for measuring.
 DROPPED_PAIRS = 2
 
@@ -137,7 +138,7 @@ class _Engine:
         directory = self.experiment.trial_directory(trial)
         judged = judge(self.experiment, trial, directory) if directory.exists() else None
         if not self.starts and judged is None:
-            return Judged(state="broken", reason="it has not run")
+            return Judged(state="broken", reason=NOT_RUN)
         if self.starts and judged is not None and not judged.ended:
             self.say(f"trial {directory.name} was interrupted: it runs again")
             _wait_for_ranks(directory)

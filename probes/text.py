@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 
-from harness.text import counted, printable, quantity, signed_percent, table
+from harness.text import counted, in_ranges, printable, quantity, signed_percent, table
 from probes.analysis import Analysis, ArmComparison
-from probes.engine import voided
+from probes.engine import NOT_RUN, voided
+from probes.experiment import Experiment
 from probes.knobs import UNSET, Knob
 from probes.stats import Comparison
 
@@ -15,6 +16,7 @@ from probes.stats import Comparison
 def render(analysis: Analysis) -> str:
     sections = [
         _verdict(analysis),
+        unfinished(analysis),
         *(_metrics(analysis, item) for item in analysis.comparisons),
         _sees(analysis),
         _arms(analysis),
@@ -30,16 +32,34 @@ def _verdict(analysis: Analysis) -> Iterator[str]:
     state = "" if analysis.comparable else " (the arms are not comparable)"
     yield f"{analysis.verdict}{state}: {experiment.knob.name}, mode {experiment.mode}, {experiment.config.name}"
     for item in analysis.comparisons:
-        yield f"  {item.arm} against {experiment.baseline.name}: {item.verdict}{_because(analysis, item)}"
+        yield f"  {item.arm} against {experiment.baseline.name}: {item.verdict}{because(analysis, item)}"
 
 
-def _because(analysis: Analysis, item: ArmComparison) -> str:
+def unfinished(analysis: Analysis) -> Iterator[str]:
+    """What is still to run, and what was interrupted; nothing once the experiment has come to its end."""
+    left = analysis.progress.unfinished
+    if not left:
+        return
+    ended = len(analysis.progress.trials)
+    yield (
+        f"not finished: {ended} of {counted(len(analysis.experiment.order()), 'trial')} ended; the command that began "
+        f"it goes on with --out {analysis.experiment.directory}"
+    )
+    begun = {trial: reason for trial, reason in left.items() if reason != NOT_RUN}
+    for trial, reason in begun.items():
+        yield f"trial {analysis.experiment.trial_directory(trial).name}: {reason}"
+    if waiting := [trial.index for trial in left if trial not in begun]:
+        yield f"{counted(len(waiting), 'trial')} not begun: {in_ranges(waiting)}"
+
+
+def because(analysis: Analysis, item: ArmComparison) -> str:
+    """What an arm's verdict rests on, in brackets."""
     if item.reason:
         return f" ({item.reason})"
     primary = next((m for m in item.metrics if m.metric == analysis.experiment.primary), None)
     if primary is None:
         return ""
-    words = f" ({primary.metric} {_change(primary)}, {_interval(primary)}"
+    words = f" ({primary.metric} {change(primary)}, {interval(primary)}"
     if item.needed_pairs:
         words += f"; about {counted(item.needed_pairs, 'pair')} would decide"
     return words + ")"
@@ -56,8 +76,8 @@ def _metrics(analysis: Analysis, item: ArmComparison) -> Iterator[str]:
             metric.metric + (" (decides)" if metric.metric == analysis.experiment.primary else ""),
             quantity(metric.metric, metric.a),
             quantity(metric.metric, metric.b),
-            _change(metric),
-            _interval(metric),
+            change(metric),
+            interval(metric),
             metric.verdict,
         ]
         for metric in item.metrics
@@ -67,13 +87,15 @@ def _metrics(analysis: Analysis, item: ArmComparison) -> Iterator[str]:
         yield from (f"  {metric.metric}: {note}" for note in metric.notes)
 
 
-def _change(metric: Comparison) -> str:
+def change(metric: Comparison) -> str:
+    """B against A: percent, of a share points."""
     if metric.unit == "points":
         return signed_percent(metric.effect).replace("%", "points")
     return signed_percent(metric.effect_pct)
 
 
-def _interval(metric: Comparison) -> str:
+def interval(metric: Comparison) -> str:
+    """The interval of `change`."""
     if metric.exact:
         return "exact"
     low, high = (metric.ci_low, metric.ci_high) if metric.unit == "points" else (metric.ci_low_pct, metric.ci_high_pct)
@@ -119,14 +141,18 @@ def _arms(analysis: Analysis) -> Iterator[str]:
 
 def _recommended(analysis: Analysis) -> Iterator[str]:
     best = analysis.recommended()
-    if best is None:
-        return
-    arm = analysis.experiment.arm(best.arm)
-    yield f"to use it ({best.arm} is better than {analysis.experiment.baseline.name}{_because(analysis, best)}):"
-    for name, value in arm.environment.items():
-        yield f"  unset {name}" if value is None else f"  export {name}={shlex.quote(value)}"
+    if best is not None:
+        yield f"to use it ({best.arm} is better than {analysis.experiment.baseline.name}{because(analysis, best)}):"
+        yield from (f"  {line}" for line in setting(analysis.experiment, best.arm))
+
+
+def setting(experiment: Experiment, name: str) -> Iterator[str]:
+    """An arm as lines for a shell, and as options of `meshscope run`."""
+    arm = experiment.arm(name)
+    for variable, value in arm.environment.items():
+        yield f"unset {variable}" if value is None else f"export {variable}={shlex.quote(value)}"
     if arm.overrides:
-        yield "  " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in arm.overrides.items())
+        yield " ".join(f"--{field} {shlex.quote(value)}" for field, value in arm.overrides.items())
 
 
 def knob_list(knobs: Iterable[Knob]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from harness.compare.difference import OF_EACH_RUN, flat
 from harness.compare.difference import devices as device_names
+from harness.compare.standing import standing
 from harness.config import to_dict
 from harness.errors import InputError, MeshscopeError
 from harness.recording import Recording, read_recording, read_status
@@ -60,7 +61,7 @@ def judge(experiment: Experiment, trial: Trial, directory: Path) -> Judged:
         if status.state == "failed":
             return _failed(str(status.reason))
         if status.state != "complete":
-            return Judged(state="broken", reason=f"its status is {status.state}")
+            return Judged(state="broken", reason=f"it is {standing(read_recording(directory)).headline()}")
         around = surroundings.read(directory)
         recording = read_recording(directory)
     except InputError as error:

@@ -59,10 +59,16 @@ def style() -> Iterator[None]:
 
 
 def new_figure(height_inches: float) -> tuple[Figure, Axes]:
+    figure, [axes] = new_grid(height_inches)
+    return figure, axes
+
+
+def new_grid(height_inches: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
+    """Several pictures in one, row by row; `options` are those of `Figure.subplots`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
-    return figure, figure.add_subplot()
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
 def whole_numbers(axis: Axis) -> None:

@@ -104,6 +104,18 @@ class Parallelism:
         reshard_after_forward: Literal["default", "always", "never"] = "default"
         """`default`: every FSDP unit except the last one (norm and head, with the embedding if tied) is freed after
         its forward; `always`: that one too; `never`: all stay gathered until their backward."""
+        fsdp_prefetch: int | Literal["default"] = "default"
+        """Units gathered ahead of the one that runs. A number: so many, in forward and in backward, each asked for as
+        soon as its predecessor is copied out (0: none). `default`: one in backward, and in forward none but what the
+        host, which runs ahead of the device, issues early."""
+        fsdp_async_unshard: bool = False
+        """All-gathers with `async_op=True`: on the process group's own stream, into memory of the compute stream. In
+        forward they then overlap only with `fsdp_prefetch` of 1 or more."""
+        fsdp_reduce_scatter_group: Literal["shared", "separate"] = "shared"
+        """`separate`: gradients are reduce-scattered in a process group of their own over the same ranks, so that NCCL
+        need not finish an all-gather first."""
+        tp_async: bool = False
+        """Redistributions of tensor parallelism are waited for where their result is used, not where they start."""
 
 
 class Optimizer:

@@ -67,6 +67,7 @@ def validate(config: Trainer.Config) -> None:
             f"world_size={config.world_size}: set world_size (--nproc) to {product} or parallelism.dp_shard to -1",
         )
 
+    _require_an_effect(config)
     tp = layout.tp
     _require(
         model.dim % model.n_heads == 0,
@@ -120,6 +121,27 @@ def validate(config: Trainer.Config) -> None:
     for name in ("trace", "memory"):
         window = getattr(config.recorder, name)
         _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")
+
+
+def _require_an_effect(config: Trainer.Config) -> None:
+    """A setting of communication that the layout does not have would change nothing, silently."""
+    layout, usual = config.parallelism, Parallelism.Config()
+    _require(
+        layout.fsdp_prefetch == "default" or layout.fsdp_prefetch >= 0,
+        f"parallelism.fsdp_prefetch={layout.fsdp_prefetch} must be a number of units, 0 or above, or default",
+    )
+    for name, axis, degree in (
+        ("fsdp_prefetch", "dp_shard", config.dp_shard),
+        ("fsdp_async_unshard", "dp_shard", config.dp_shard),
+        ("fsdp_reduce_scatter_group", "dp_shard", config.dp_shard),
+        ("tp_async", "tp", layout.tp),
+    ):
+        value, default = getattr(layout, name), getattr(usual, name)
+        _require(
+            value == default or degree > 1,
+            f"parallelism.{name}={value} has no effect with parallelism.{axis}={degree}, which has nothing to "
+            f"communicate: leave it at {default}, or raise {axis}",
+        )
 
 
 def validate_rehearsal(config: Trainer.Config) -> None:

@@ -56,6 +56,15 @@ LAYOUTS = {
         tied=True,
         accumulation_steps=2,
     ),
+    "fsdp4_prefetch0": Layout(Parallelism.Config(dp_shard=4, fsdp_prefetch=0), "single"),
+    "fsdp4_prefetch2_async": Layout(
+        Parallelism.Config(dp_shard=4, fsdp_prefetch=2, fsdp_async_unshard=True, fsdp_reduce_scatter_group="separate"),
+        "single",
+    ),
+    "fsdp2_tp2_async": Layout(
+        Parallelism.Config(dp_shard=2, tp=2, fsdp_reduce_scatter_group="separate", tp_async=True), "single"
+    ),
+    "tp4_no_sp_async": Layout(Parallelism.Config(dp_shard=1, tp=4, sequence_parallel=False, tp_async=True), "single"),
 }
 COMPARED = [name for name, layout in LAYOUTS.items() if layout.reference]
 GLOBAL_BATCH = 8
@@ -139,6 +148,20 @@ def test_the_predicted_cpu_peak_is_what_the_storages_reach(recorded, name):
         error_pct = 100 * (rank.peak_allocated_bytes - measured) / measured
         assert abs(error_pct) < PEAK_TOLERANCE_PCT, (name, rank.rank, error_pct)
         assert rank.measured_peak_allocated_bytes == max(row["peak_allocated_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["fsdp4_prefetch2_async", "fsdp2_tp2_async"])
+def test_a_separate_reduce_scatter_group_is_told_apart_and_belongs_to_its_axis(recorded, name):
+    (gathers,), (scatters,) = (
+        [
+            c
+            for c in recorded(name).overlap["ranks"][0]["collectives"]
+            if "dp_shard" in c["dimension"] and c["kind"] == kind
+        ]
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    assert scatters["dimension"] == gathers["dimension"]
+    assert (scatters["group"], gathers["group"] == scatters["group"]) == ("fsdp_reduce_scatter", False)
 
 
 def test_a_recording_says_what_ran_and_how_it_ended(recorded):

@@ -3,6 +3,8 @@
 Per unit, in bytes of its N parameters (this tensor-parallel rank's part, dim 0 of each padded to a multiple of W):
 gathered forward 2N all-gather output + 2N unsharded, and 2N of the unit before until the copy-out is done; backward
 2N unsharded + 2N prefetched + 2N gradients + 4N reduce-scatter input of the unit after (bfloat16, float32 reduction).
+A prefetch depth of D is 2N of D units that wait for their copy-out beside the one that runs, in forward as in backward;
+asynchronous all-gathers hold nothing of the unit before. A process group of their own adds nothing that is allocated.
 
 HSDP all-reduces the reduce-scatter output in place and holds it until the end of backward (AllReduceState): nothing
 more where it is the gradient itself, one more copy where that is another tensor (another dtype, or added to an earlier
@@ -12,6 +14,7 @@ micro-batch's).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from harness.ledger.autograd import Gradient, Graph, Node, Tensor
 from harness.ledger.layout import Parameter
@@ -26,9 +29,16 @@ class Sharding:
     """What all units share: the tape, the shard count and the buffers that outlive one unit."""
 
     def __init__(
-        self, tape: Tape, quantities: Quantities, *, element: int, reduce_element: int, replicated: bool
+        self,
+        tape: Tape,
+        quantities: Quantities,
+        *,
+        element: int,
+        reduce_element: int,
+        replicated: bool,
+        async_unshard: bool,
     ) -> None:
-        self.tape, self.quantities, self.replicated = tape, quantities, replicated
+        self.tape, self.quantities, self.replicated, self.async_unshard = tape, quantities, replicated, async_unshard
         self.element, self.reduce_element = element, reduce_element
         self.shards = quantities.values["W"]
         self.units: list[Unit] = []
@@ -37,6 +47,15 @@ class Sharding:
 
     def new(self, category: str, coefficient: int, monomial: str) -> Storage:
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
+
+    def set_prefetch(self, depth: int | Literal["default"], *, first: Unit) -> None:
+        """Whom each unit gathers ahead; units are in the order in which their forward ends, which `first` begins."""
+        in_order = [first, *(unit for unit in self.units if unit is not first)]
+        forward, backward = (0, 1) if depth == "default" else (depth, depth)
+        for place, unit in enumerate(in_order):
+            unit.forward_prefetch = in_order[place + 1 : place + 1 + forward]
+        for place, unit in enumerate(self.units):
+            unit.backward_prefetch = self.units[max(0, place - backward) : place][::-1]
 
     def finalize_backward(self) -> None:
         """What the callback at the end of backward lets go."""
@@ -53,7 +72,8 @@ class Unit:
     ) -> None:
         self.sharding, self.name, self.symbol, self.reshards = sharding, name, symbol, reshards
         self.parameters = parameters
-        self.previous: Unit | None = sharding.units[-1] if sharding.units else None
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
         sharding.units.append(self)
         self.shard = sharding.new("parameters", 4, f"{symbol}/W")
         self.sharded_gradient: Storage | None = None
@@ -76,6 +96,8 @@ class Unit:
     def pre_forward(self) -> None:
         self._gather()
         self._copy_out(forward=True)
+        for unit in self.forward_prefetch:
+            unit._gather()
 
     def post_forward(self) -> None:
         if self.reshards:
@@ -84,8 +106,8 @@ class Unit:
     def pre_backward(self) -> None:
         self._gather()
         self._copy_out(forward=False)
-        if self.previous is not None:
-            self.previous._gather()
+        for unit in self.backward_prefetch:
+            unit._gather()
 
     def post_backward(self) -> None:
         """Frees the parameters, then the last unit's reduce-scatter input, then reduces this unit's gradients and adds
@@ -132,7 +154,7 @@ class Unit:
             return
         self.unsharded = shared.new("unsharded parameters", shared.element, self.symbol)
         if forward:
-            shared.all_gather_state = self.gathered
+            shared.all_gather_state = None if shared.async_unshard else self.gathered
         self.gathered = None
 
     def _free_unsharded(self) -> None:

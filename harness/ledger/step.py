@@ -56,6 +56,7 @@ class Step:
             element=element,
             reduce_element=DTYPE_BYTES[config.training.mixed_precision_reduce],
             replicated=config.parallelism.dp_replicate > 1,
+            async_unshard=config.parallelism.fsdp_async_unshard,
         )
         self.optimizer = config.optimizer.resolved(target)
         self.states: list[Storage] = []
@@ -71,6 +72,7 @@ class Step:
         ]
         self.head = Unit(self.sharding, "head", "N_head", parameters["head"], reshards=policy == "always")
         self.embedding = self.head if self.tied else embedding
+        self.sharding.set_prefetch(config.parallelism.fsdp_prefetch, first=self.embedding)
         self.rotary = self.ops.new("rotary table", 4, "S·hd")
 
     def run(self) -> None:

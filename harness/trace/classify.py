@@ -55,6 +55,9 @@ DTYPE_BYTES = {
 
 NO_GROUP = "no group data"
 DEFAULT_GROUPS = frozenset({"default_pg", "undefined", ""})
+# A group that FSDP2 makes for its reduce-scatters alone, over the ranks of an axis that has another group already
+# (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py _set_separate_reduce_scatter_group).
+SECOND_GROUPS = frozenset({"fsdp_reduce_scatter"})
 
 
 class Label(NamedTuple):
@@ -153,22 +156,24 @@ class Groups:
             self._description[name] = description
             if ranks is not None:
                 self._ranks[name] = ranks
-                if description not in DEFAULT_GROUPS:
+                if description not in DEFAULT_GROUPS | SECOND_GROUPS:
                     self._axis.setdefault(ranks, description)
         for axis, groups in (mesh or {}).items():
             for members in groups:
                 self._axis.setdefault(tuple(members), axis)
 
     def dimension(self, group: str | None, description: str | None, ranks: str | None) -> str:
-        """The dimension's name: the group's description; for the default group the mesh axis with the same ranks,
-        else "world"; "no group data" where the trace does not tell."""
+        """The dimension's name: the group's description; for the default group and the second group of an axis the mesh
+        axis with the same ranks, else "world" and its description; "no group data" where the trace does not tell."""
         described = description or self._description.get(group or "", "")
-        if described not in DEFAULT_GROUPS:
+        if described not in DEFAULT_GROUPS | SECOND_GROUPS:
             return described
         members = self.members(group, ranks, described)
         axis = self._axis.get(members) if members else None
         if axis is not None:
             return axis
+        if described in SECOND_GROUPS:
+            return described
         is_default = described == "default_pg" or (members is not None and members == self._ranks_of("default_pg"))
         return "world" if is_default else NO_GROUP
 

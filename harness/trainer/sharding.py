@@ -33,8 +33,12 @@ class ShardingConfig:
     out_dst: Placement | None = None
 
 
-def shard_module(module: nn.Module, config: ShardingConfig, mesh: DeviceMesh) -> None:
-    """Applies `config` to `module` on the one-dimensional `mesh`; raises ValueError for a state not declared."""
+def shard_module(module: nn.Module, config: ShardingConfig, mesh: DeviceMesh, *, async_op: bool = False) -> None:
+    """Applies `config` to `module` on the one-dimensional `mesh`; raises ValueError for a state not declared.
+
+    `async_op`: what is redistributed is waited for where it is first used, forward and backward
+    (torch.distributed._functional_collectives.AsyncCollectiveTensor), not before the redistribution returns.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         if name not in config.states:
             raise ValueError(f"{type(module).__name__}.{name} has no placement in its ShardingConfig")
@@ -46,7 +50,7 @@ def shard_module(module: nn.Module, config: ShardingConfig, mesh: DeviceMesh) ->
 
         def distribute_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x = DTensor.from_local(args[0], mesh, [source], run_check=False)
-            return (x if source == target else x.redistribute(placements=[target]), *args[1:])
+            return (x if source == target else x.redistribute(placements=[target], async_op=async_op), *args[1:])
 
         module.register_forward_pre_hook(distribute_input)
 
@@ -58,6 +62,7 @@ def shard_module(module: nn.Module, config: ShardingConfig, mesh: DeviceMesh) ->
             # An embedding's partial sum is a subclass of Partial that remembers which rows were masked.
             if placement != produced and not (placement.is_partial() and produced.is_partial()):
                 raise RuntimeError(f"{type(module).__name__} produced {placement}, its ShardingConfig says {produced}")
-            return (output if placement == wanted else output.redistribute(placements=[wanted])).to_local()
+            moved = output if placement == wanted else output.redistribute(placements=[wanted], async_op=async_op)
+            return moved.to_local()
 
         module.register_forward_hook(localise_output)

@@ -19,7 +19,7 @@ from harness import config
 from harness.recording import MODE_VARIABLE, Mode
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.data import build_batches
-from harness.trainer.fully_sharded import fully_shard_decoder
+from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
 from harness.trainer.initialise import initialise
 from harness.trainer.loss import IGNORE_INDEX, cross_entropy_sum
 from harness.trainer.model.decoder import Decoder
@@ -118,7 +118,7 @@ class Trainer(config.Trainer):
         with torch.device("meta"):
             model = self.config.model.build(seq_len=training.seq_len)
         if self.dims.tp > 1:
-            shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel)
+            shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel, async_op=layout.tp_async)
         fully_shard_decoder(
             model,
             data_mesh(self.mesh),
@@ -126,6 +126,7 @@ class Trainer(config.Trainer):
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             policy=layout.reshard_after_forward,
         )
+        set_fsdp_communication(model, self.mesh, layout)
         model.to_empty(device=self.device)
         model.tie_embeddings()
         initialise(model, training.seed)
@@ -228,7 +229,7 @@ def process_group(device: torch.device, timeout_s: int) -> Iterator[None]:
 def set_timeouts(mesh: DeviceMesh, seconds: int) -> None:
     """From now on a collective of any group that hangs this long ends the run."""
     groups = [group for axis in mesh.mesh_dim_names or () if (group := axis_group(mesh, axis)) is not None]
-    for group in [dist.group.WORLD, *groups]:
+    for group in [dist.group.WORLD, *groups, *reduce_scatter_groups()]:
         # torch up to 2.13 has no public way; dist.set_timeout comes later.
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

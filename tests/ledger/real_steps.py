@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from harness.config import Decoder, Parallelism, Recorder, Trainer, Training
+from harness.config import Decoder, Parallelism, Recorder, Trainer, Training, field_names
 from harness.recording import MODE_VARIABLE
 
 from .live import Live
@@ -33,8 +33,7 @@ UNEVEN = Decoder.Config(vocab_size=514, dim=96, n_layers=2, n_heads=6, n_kv_head
 def layout(
     dp_shard: int, tp: int, *, model: Decoder.Config = MODEL, batch: int = 2, seq_len: int = 64, **options: Any
 ) -> Trainer.Config:
-    names = ("dp_replicate", "sequence_parallel", "reshard_after_forward")
-    parallelism = {name: options.pop(name) for name in names if name in options}
+    parallelism = {name: options.pop(name) for name in field_names(Parallelism.Config) if name in options}
     config = Trainer.Config(
         world_size=dp_shard * tp * parallelism.get("dp_replicate", 1),
         model=model,
@@ -89,6 +88,26 @@ CASES = {
         layout(2, 1, dp_replicate=2, accumulation_steps=2, model=WIDE, batch=1, seq_len=16),
         0,
     ),
+    "prefetch0": (layout(2, 1, fsdp_prefetch=0), 0),
+    "prefetch2_short": (layout(4, 1, fsdp_prefetch=2, batch=1, seq_len=16), 0),
+    "prefetch9_tied_short": (layout(2, 1, fsdp_prefetch=9, model=TIED, batch=1, seq_len=16), 0),
+    "prefetch1_tied_always_short": (
+        layout(2, 1, fsdp_prefetch=1, model=TIED, batch=1, seq_len=16, reshard_after_forward="always"),
+        0,
+    ),
+    "prefetch3_accumulate2_tp2_short": (
+        layout(2, 2, fsdp_prefetch=3, accumulation_steps=2, batch=1, seq_len=16),
+        0,
+    ),
+    "async_unshard_short": (layout(4, 1, fsdp_async_unshard=True, batch=1, seq_len=16), 0),
+    "async_unshard_prefetch2_short": (
+        layout(4, 1, fsdp_async_unshard=True, fsdp_prefetch=2, batch=1, seq_len=16),
+        0,
+    ),
+    "reduce_scatter_group_hsdp": (layout(2, 1, dp_replicate=2, fsdp_reduce_scatter_group="separate"), 0),
+    "tp_async": (layout(2, 2, tp_async=True), 0),
+    "tp_async_one_sequence": (layout(1, 2, tp_async=True, batch=1, seq_len=256), 0),
+    "tp_async_replicated": (layout(2, 2, tp_async=True, sequence_parallel=False), 0),
     "everything": (
         layout(3, 2, dp_replicate=2, accumulation_steps=2, model=WIDE_TIED, seq_len=16, reshard_after_forward="always"),
         11,

@@ -14,6 +14,7 @@ from harness.text import one_line
 from probes import stats
 from probes.engine import Progress, voided
 from probes.experiment import Experiment, Known, Trial, scale_of
+from probes.queue_arms import QueueStudy, read_for
 from probes.reduce import COMPARED, losses, trial_metrics
 
 Dead = Literal["ignored by this build", "unavailable in this build"]
@@ -63,6 +64,8 @@ class Analysis:
     sees_pct: dict[str, float] = field(default_factory=dict)
     """Metric -> the smallest effect (percent) that these pairs find four times in five, from an A/A."""
     decided: bool = True
+    queues: QueueStudy | None = None
+    """The hardware queues of the arms' contexts, where the arms set their number."""
 
     def recommended(self) -> ArmComparison | None:
         """The arm that is better, by the largest effect on the deciding metric if several are."""
@@ -103,6 +106,7 @@ class Analysis:
             "recommended": best and {"arm": best.arm, **_settings(experiment, best.arm)},
             "pairs": [{"arm": item.arm, **asdict(pair)} for item in self.comparisons for pair in item.pairs],
             "sees_pct": self.sees_pct,
+            "queues": self.queues and self.queues.to_json(),
             "experiment": {"path": str(experiment.directory), **experiment.to_json()},
             "trials": [self._trial(trial) for trial in self.progress.trials],
             "voided": voided(experiment),
@@ -156,7 +160,8 @@ def analyse(experiment: Experiment, progress: Progress, notes: Sequence[str] = (
     """Compares every arm with the first. Raises `InputError` for a recording that cannot be read any more."""
     valid = [trial for trial, judged in progress.trials.items() if judged.state == "valid"]
     values = {trial: trial_metrics(experiment.trial_directory(trial), experiment.warmup) for trial in valid}
-    found = [*notes, *progress.notes]
+    queues = read_for(experiment)
+    found = [*notes, *(queues.notes if queues else []), *progress.notes]
     comparisons = []
     rest, not_run = [arm.name for arm in experiment.run_arms[1:]], experiment.not_run
     for arm in rest:
@@ -191,6 +196,7 @@ def analyse(experiment: Experiment, progress: Progress, notes: Sequence[str] = (
         values=values,
         sees_pct=_sees(experiment, values) if experiment.is_aa() else {},
         decided=decided,
+        queues=queues,
     )
 
 

@@ -18,14 +18,16 @@ from harness.commands import add_json_argument
 from harness.commands.run import DEFAULT_PARENT
 from harness.config import Trainer, with_overrides
 from harness.doctor import Choice, choose_mode
-from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, UnavailableError, UsageError
+from harness.doctor.modes import usable_devices
+from harness.doctor.shared_gpu import visible_by_uuid
+from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_PARTIAL, EXIT_UNAVAILABLE, UnavailableError, UsageError
 from harness.launch import TIMEOUT_S, WORKER
 from harness.modes import Start, prepare
 from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import MODES, read_json, write_json
 from harness.text import counted, one_line
 from harness.validation import validate_inputs
-from probes import liveness, text
+from probes import liveness, queue_arms, text
 from probes.analysis import Analysis, analyse, refused, without_trials
 from probes.engine import conduct
 from probes.experiment import (
@@ -38,7 +40,8 @@ from probes.experiment import (
     locked,
     with_windows,
 )
-from probes.knobs import KNOBS, Arm, find_knob, split_values
+from probes.knobs import KNOBS, Arm, Knob, find_knob, max_connections, split_values
+from probes.queue_arms import MOST_ROUNDS, ROUNDS
 from probes.reduce import COMPARED
 from probes.surroundings import without
 from probes.validity import RefusedError
@@ -85,6 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a trial in which no rank ends a step for S seconds has hung (default: %(default)g)",
     )
+    parser.add_argument(
+        "--queues",
+        action="store_true",
+        help="max_connections: only count the hardware queues that each arm's context has",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help=f"max_connections: counts of each arm's queues (default: {ROUNDS})"
+    )
     parser.add_argument("--force", action="store_true", help="run the trials even where the verdict is known before")
     add_json_argument(parser)
 
@@ -96,26 +107,22 @@ def run(args: argparse.Namespace) -> int:
         knobs = {"schema_version": 1, "knobs": [knob.to_json() for knob in KNOBS.values()]}
         print(json.dumps(knobs) if args.json else text.knob_list(KNOBS.values()))
         return EXIT_OK
+    if args.queues:
+        return count_queues(args)
     experiment = plan(args)
     known, notes = before_trials(experiment)
     if known is not None and not args.force:
         _print(known, args.json)
         return EXIT_UNAVAILABLE if known.verdict == "unavailable in this build" else EXIT_OK
     experiment = replace(experiment, directory=_folder(args.out, experiment))
-    analysis = perform(experiment, notes)
+    analysis = perform(experiment, notes, rounds=args.rounds or ROUNDS)
     _print(analysis, args.json)
     return EXIT_OK if analysis.decided else EXIT_FAILED
 
 
 def plan(args: argparse.Namespace) -> Experiment:
     """The experiment that the arguments mean, in no folder yet. Raises `UsageError` and `UnavailableError`."""
-    if args.knob is None:
-        raise UsageError(f"which knob? {', '.join(KNOBS)}, or NAME=a,b for a variable (--list says more)")
-    knob, values = find_knob(args.knob)
-    if args.arms or args.arm:
-        if values is not None:
-            raise UsageError(f"{args.knob} names its arms already: leave out --arms and --arm")
-        values = [*(split_values(args.arms) if args.arms else []), *args.arm]
+    knob, values = _knob(args)
     arms = knob.arms(values)
     _require(args.repeats >= 2, f"--repeats {args.repeats} must be at least 2: one pair has no interval")
     _require(args.warmup >= 1, f"--warmup {args.warmup} must be at least 1: the first step is never like the others")
@@ -166,6 +173,50 @@ def plan(args: argparse.Namespace) -> Experiment:
     )
 
 
+def _knob(args: argparse.Namespace) -> tuple[Knob, list[str] | None]:
+    """The knob, and the values of its arms where they are named. Raises `UsageError`."""
+    if args.knob is None:
+        raise UsageError(f"which knob? {', '.join(KNOBS)}, or NAME=a,b for a variable (--list says more)")
+    knob, values = find_knob(args.knob)
+    if args.arms or args.arm:
+        if values is not None:
+            raise UsageError(f"{args.knob} names its arms already: leave out --arms and --arm")
+        values = [*(split_values(args.arms) if args.arms else []), *args.arm]
+    counts = knob.name == max_connections.KNOB.name
+    for option, given in (("--queues", args.queues), ("--rounds", args.rounds is not None)):
+        _require(counts or not given, f"{option} is for {max_connections.KNOB.name} only")
+    if args.rounds is not None:
+        _require(2 <= args.rounds <= MOST_ROUNDS, f"--rounds {args.rounds} must be between 2 and {MOST_ROUNDS}")
+    return knob, values
+
+
+def count_queues(args: argparse.Namespace) -> int:
+    """`--queues`: the hardware queues of each arm's context, without a trial. Exits 3 if no arm has a number, 4 if a
+    measurement failed or ended early."""
+    knob, values = _knob(args)
+    arms = knob.arms(values or max_connections.QUEUE_VALUES)
+    _require(
+        args.mode in (None, "real", "shared-gpu"),
+        f"--queues makes a CUDA context: --mode {args.mode} has none to count",
+    )
+    usable, why = usable_devices()
+    if not usable:
+        raise UnavailableError(f"--queues needs a CUDA device, here is none ({why})")
+    directory, shared = _folder(args.out, None), args.mode == "shared-gpu"
+    with locked(directory):
+        environment = visible_by_uuid(os.environ) if shared else {}
+        queue_arms.measure(
+            arms, directory, rounds=args.rounds or ROUNDS, under_mps=shared, environment=environment, say=_say
+        )
+        found = queue_arms.read(arms, directory)
+    print(json.dumps(found.to_json(), allow_nan=False) if args.json else found.text())
+    for error in found.errors:
+        _say(f"meshscope probe: error: {error}")
+    if not found.counted:
+        return EXIT_FAILED
+    return EXIT_PARTIAL if found.errors else EXIT_OK
+
+
 def _gpus(choice: Choice, config: Trainer.Config) -> int:
     """How many the ranks use."""
     if choice.device == "cpu":
@@ -198,7 +249,9 @@ def before_trials(experiment: Experiment) -> tuple[Analysis | None, list[str]]:
     return None if known is None else without_trials(experiment, known, notes), notes
 
 
-def perform(experiment: Experiment, notes: Sequence[str], program: Sequence[str] = WORKER) -> Analysis:
+def perform(
+    experiment: Experiment, notes: Sequence[str], program: Sequence[str] = WORKER, rounds: int = ROUNDS
+) -> Analysis:
     """Runs what is left of the experiment in its folder and writes analysis.json."""
     directory = experiment.directory
     with locked(directory):
@@ -210,6 +263,8 @@ def perform(experiment: Experiment, notes: Sequence[str], program: Sequence[str]
             f"{'going on' if resumed else 'recording'} in {directory}"
         )
         try:
+            if queue_arms.of_experiment(experiment):
+                queue_arms.measure_for(experiment, _say, rounds)
             analysis = analyse(experiment, conduct(experiment, _say, program), notes)
         except KeyboardInterrupt:
             _say(f"trials that ended are kept: the same command with --out {directory} goes on")
@@ -223,24 +278,32 @@ def perform(experiment: Experiment, notes: Sequence[str], program: Sequence[str]
     return analysis
 
 
-def _folder(wanted: Path | None, experiment: Experiment) -> Path:
+def _folder(wanted: Path | None, experiment: Experiment | None) -> Path:
     """The folder of the experiment, made now if need be: the one asked for, or the default one that holds the same
-    plan without its end, or a new one. Raises `UsageError` if it cannot be made."""
+    plan without its end, or a new one; without an experiment it is for queues. Raises `UsageError` if it cannot be
+    made."""
     try:
         if wanted is not None:
             wanted.mkdir(parents=True, exist_ok=True)
             return wanted.resolve()
+        if experiment is None:
+            return _new_folder("queues")
         stem = re.sub(r"[^\w.-]", "_", f"probe-{experiment.knob.name}")
         for path in sorted(DEFAULT_PARENT.glob(f"{stem}-*/experiment.json"), reverse=True):
             if not (path.parent / "analysis.json").exists() and read_json(path) == experiment.to_json():
                 return path.parent.resolve()
-        stem += time.strftime("-%Y%m%d-%H%M%S")
-        names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))  # others began in this second
-        directory = next(DEFAULT_PARENT / name for name in names if not (DEFAULT_PARENT / name).exists())
-        directory.mkdir(parents=True)
-        return directory.resolve()
+        return _new_folder(stem)
     except OSError as error:
         raise UsageError(f"--out {wanted or DEFAULT_PARENT}: {error.strerror}; name another folder") from None
+
+
+def _new_folder(stem: str) -> Path:
+    """Made under the default parent, named after the time. Raises OSError."""
+    stem += time.strftime("-%Y%m%d-%H%M%S")
+    names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))  # others began in this second
+    directory = next(DEFAULT_PARENT / name for name in names if not (DEFAULT_PARENT / name).exists())
+    directory.mkdir(parents=True)
+    return directory.resolve()
 
 
 def _print(analysis: Analysis, as_json: bool) -> None:

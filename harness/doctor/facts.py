@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,18 @@ def ask_torch(environment: Mapping[str, str] = os.environ) -> TorchFacts:
 class Question:
     """A program that prints JSON objects, one a line, started now and read later."""
 
-    def __init__(self, program: Path, timeout_s: float, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        program: Path,
+        timeout_s: float,
+        environment: Mapping[str, str] = os.environ,
+        arguments: Sequence[str] = (),
+    ) -> None:
         self._ends = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         # -P: the program's folder holds modules with names of the standard library's.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(program)],
+            [sys.executable, "-P", str(program), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,

@@ -2,6 +2,9 @@
 
 from probes.knobs.knob import Knob
 
+# Contexts are quickly made: the count of hardware queues covers all that is asked for in practice.
+QUEUE_VALUES = ("unset", "1", "2", "8", "16", "32")
+
 KNOB = Knob(
     name="max_connections",
     hypothesis="streams that share a queue wait for one another, so one queue keeps communication from overlapping; "

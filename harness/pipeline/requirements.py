@@ -1,0 +1,54 @@
+"""Which pipelines a configuration can have, and the schedule of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from harness.config import Pipeline, Trainer
+from harness.errors import UsageError
+from harness.pipeline.plan import plan
+
+MOST_MICRO_BATCHES = 10_000
+LEAST = {"micro_batches": 1, "stages_per_rank": 1, "first_stage_less_layers": 0, "last_stage_less_layers": 0}
+
+
+def with_table(config: Trainer.Config) -> Trainer.Config:
+    """The configuration with the text of `pipeline.csv` in it; raises `UsageError` if that cannot be read."""
+    pipeline = config.pipeline
+    if pipeline.csv is None or pipeline.table is not None:
+        return config
+    try:
+        text = Path(pipeline.csv).read_text()
+    except OSError as error:
+        raise UsageError(f"pipeline.csv={pipeline.csv} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"pipeline.csv={pipeline.csv} is not text") from None
+    return dataclasses.replace(config, pipeline=dataclasses.replace(pipeline, table=text))
+
+
+def require_pipeline(config: Trainer.Config) -> None:
+    """Raises `UsageError` for a pipeline that cannot run, and for settings of one that the layout does not have."""
+    pipeline, layout = config.pipeline, config.parallelism
+    if layout.pp == 1:
+        for field in dataclasses.fields(Pipeline.Config):
+            value = getattr(pipeline, field.name)
+            if value != field.default:
+                shown = "" if field.name == "table" else f"={value}"
+                raise UsageError(
+                    f"pipeline.{field.name}{shown} has no effect with parallelism.pp=1: raise pp, or leave it out"
+                )
+        return
+    for name, least in LEAST.items():
+        value = getattr(pipeline, name)
+        if value is not None and value < least:
+            raise UsageError(f"pipeline.{name}={value} must be at least {least}")
+    if (pipeline.micro_batches or 0) > MOST_MICRO_BATCHES:
+        raise UsageError(f"pipeline.micro_batches={pipeline.micro_batches} must be at most {MOST_MICRO_BATCHES:,}")
+    if config.model.tied_embeddings:
+        raise UsageError(
+            f"model.tied_embeddings with parallelism.pp={layout.pp}: the first and the last stage would both hold the "
+            "matrix; set it to false, or pp to 1"
+        )
+    if pipeline.csv is None or pipeline.table is not None:  # else the file is still to be read
+        plan(config)

@@ -19,6 +19,7 @@ import msgspec
 import msgspec.inspect
 
 from harness.errors import UsageError
+from harness.workloads.config import Collectives, PointToPoint, WorkloadName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from harness.record.recorder import Recorder as RecorderImpl
     from harness.trainer.model.decoder import Decoder as DecoderImpl
     from harness.trainer.trainer import Trainer as TrainerImpl
+    from harness.workloads.workload import Workload
 
 DType = Literal["float32", "bfloat16"]
+CollectiveMemory = Literal["references", "record_stream", "record_stream_async"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -180,6 +183,9 @@ class Training:
         seed: int = 0
         deterministic: bool = False
         """Deterministic kernels, or an error where torch has none."""
+        collective_memory: CollectiveMemory = "references"
+        """What keeps the tensors of a collective alive on CUDA: `references`, torch's own since 2.8; `record_stream`;
+        `record_stream_async`, what torch 2.2 to 2.7 did, which spared synchronous calls such as FSDP2's."""
         gc_interval: int = 50
         """Python's garbage collector runs every so many steps, tagged `gc`, and never by itself; 0 leaves it alone."""
         init_timeout_s: int = 300
@@ -242,6 +248,8 @@ class Trainer:
         """One run, whole. `world_size` is how many processes are started."""
 
         name: str = "run"
+        workload: WorkloadName = "training"
+        """`collectives` and `point_to_point` train nothing: the ranks repeat one pattern of communication."""
         world_size: int = 1
         model: Decoder.Config = field(default_factory=Decoder.Config)
         parallelism: Parallelism.Config = field(default_factory=Parallelism.Config)
@@ -250,6 +258,8 @@ class Trainer:
         data: Data.Config = field(default_factory=Data.Config)
         checkpoint: Checkpoint.Config = field(default_factory=Checkpoint.Config)
         recorder: Recorder.Config = field(default_factory=Recorder.Config)
+        collectives: Collectives.Config = field(default_factory=Collectives.Config)
+        point_to_point: PointToPoint.Config = field(default_factory=PointToPoint.Config)
 
         @property
         def tokens_per_step(self) -> int:
@@ -257,8 +267,16 @@ class Trainer:
             training = self.training
             return training.micro_batch_size * training.seq_len * training.accumulation_steps
 
-        def build(self, directory: Path) -> TrainerImpl:
-            """The trainer of this rank (torchrun's environment says which); raises as `validate` does."""
+        def build(self, directory: Path) -> TrainerImpl | Workload:
+            """This rank's trainer, or workload (torchrun's environment says which rank); raises as `validate` does."""
+            if self.workload == "collectives":
+                from harness.workloads.collectives import Collectives as CollectivesImpl
+
+                return CollectivesImpl(self, directory)
+            if self.workload == "point_to_point":
+                from harness.workloads.point_to_point import PointToPoint as PointToPointImpl
+
+                return PointToPointImpl(self, directory)
             from harness.trainer.trainer import Trainer as Implementation
 
             return Implementation(self, directory)

@@ -17,7 +17,7 @@ from harness.launch import launch
 from harness.mps import mps
 from harness.recording import Mode, Status
 from harness.rehearsal import parse_ranks, ranks_to_rehearse
-from harness.validation import validate_rehearsal
+from harness.validation import validate_device, validate_rehearsal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,7 @@ def prepare(
     given. Raises `UsageError` and `UnavailableError` for what the mode cannot do.
     """
     mode, device, gpus, why = choice
+    validate_device(config, device)
     if mode == "shared-gpu":
         sharing = share(config.world_size, gpus, nccl, environment)
         why += f", NCCL {sharing.nccl.version} with at most {sharing.max_ctas} CTAs"

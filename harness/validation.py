@@ -10,6 +10,7 @@ from harness.checkpoints import find_checkpoint, read_header
 from harness.config import Decoder, Parallelism, Trainer
 from harness.errors import UsageError
 from harness.limits import require_possible
+from harness.workloads.config import WorkloadName
 
 TEXT_TOKENS = 258
 """Of the byte-level tokenizer: 256 bytes, and one each for the beginning and the end of a document."""
@@ -23,10 +24,18 @@ POSITIVE_TRAINING = (
     "train_timeout_s",
 )
 
+USED_BY: dict[WorkloadName, tuple[str, ...]] = {
+    "training": ("model", "parallelism", "optimizer", "data", "checkpoint"),
+    "collectives": ("collectives",),
+    "point_to_point": ("point_to_point",),
+}
+"""The parts of a configuration that only one workload reads."""
+
 
 def validate(config: Trainer.Config) -> None:
     """Raises `UsageError`, one line that says what to change, for a configuration that cannot run."""
     require_possible(config)
+    _validate_workload(config)
     model, layout, training = config.model, config.parallelism, config.training
     positive = {
         "world_size": config.world_size,
@@ -144,8 +153,52 @@ def _require_an_effect(config: Trainer.Config) -> None:
         )
 
 
+def _validate_workload(config: Trainer.Config) -> None:
+    workload, loop, line = config.workload, config.collectives, config.point_to_point
+    for other in USED_BY.keys() - {workload}:
+        for name in USED_BY[other]:
+            _require(
+                getattr(config, name) == getattr(Trainer.Config(), name),
+                f"{name}: nothing of it acts on workload={workload}: leave it at its default",
+            )
+    for name, value in {
+        **{f"collectives.{n}": getattr(loop, n) for n in ("iterations", "rows", "dim")},
+        **{f"point_to_point.{n}": getattr(line, n) for n in ("sends", "activation_mib")},
+    }.items():
+        _require(value >= 1, f"{name}={value} must be at least 1")
+    _require(
+        loop.async_op or loop.api == "c10d",
+        "collectives.async_op=false is for collectives.api=c10d: functional collectives are asynchronous",
+    )
+    if workload == "point_to_point":
+        _require(config.world_size >= 2, f"world_size={config.world_size}: point_to_point sends from rank to rank")
+        _require(
+            config.training.collective_memory == "references",
+            f"training.collective_memory={config.training.collective_memory} does not act on point_to_point, "
+            "which torch records on streams in any case: leave it out",
+        )
+
+
+def validate_device(config: Trainer.Config, device: str) -> None:
+    """Raises `UsageError` for what does nothing on `device`, cuda or cpu, once that is known."""
+    policy = config.training.collective_memory
+    _require(
+        device == "cuda" or policy == "references",
+        f"training.collective_memory={policy} needs CUDA: on CPUs no allocator waits for streams; leave it out",
+    )
+
+
 def validate_rehearsal(config: Trainer.Config) -> None:
-    """Raises `UsageError` for what needs the values of a training, which a rehearsal does not have."""
+    """Raises `UsageError` for what needs other ranks, or the values of a training, which a rehearsal does not have."""
+    _require(
+        config.workload == "training",
+        f"workload={config.workload}: mode rehearsal sends nothing, and a workload does nothing else",
+    )
+    policy = config.training.collective_memory
+    _require(
+        policy == "references",
+        f"training.collective_memory={policy}: mode rehearsal sends nothing that memory could wait for; leave it out",
+    )
     interval, load = config.checkpoint.interval, config.checkpoint.load
     _require(interval == 0, f"checkpoint.interval={interval}: mode rehearsal trains nothing to save; set it to 0")
     _require(load is None, f"checkpoint.load={load}: mode rehearsal has no ranks to load it with; leave it out")

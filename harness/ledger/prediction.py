@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from harness.config import Trainer
+from harness.errors import UsageError
 from harness.ledger.communication import Collective, by_dimension_and_kind, collectives
 from harness.ledger.layout import MEANINGS
 from harness.ledger.operators import Target
@@ -113,9 +114,11 @@ def predict(
     """Predicts memory and communication of every rank; `implementation` describes a trainer other than harness's.
 
     Ranks are numbered with `dp_replicate` outermost and `tp` innermost. Raises `UsageError` as
-    `Trainer.Config.validate` does.
+    `Trainer.Config.validate` does, and for a workload that is no training.
     """
     config.validate()
+    if config.workload != "training":
+        raise UsageError(f"the ledger predicts trainings; {config.workload} is a workload that trains nothing")
     tp = config.parallelism.tp
     alike: dict[int, RankMemory] = {}
     of_shard = []

@@ -1,7 +1,7 @@
 """Finding the function that a run is: `--module` names the module, `--config` the function in it. Free of torch.
 
-A module is a short name built in here (`debug`, `llama3`), a path to a .py file, or a dotted name: that of a file
-under the working directory (`runs.mine.small` is runs/mine/small.py; `runs/` is no package), else that of an
+A module is a short name built in here (`debug`, `llama3`, `workloads`), a path to a .py file, or a dotted name: that
+of a file under the working directory (`runs.mine.small` is runs/mine/small.py; `runs/` is no package), else that of an
 installed module. `runs.…`, and names in folders without `__init__.py` that an editable install happens to put on the
 path, mean files under the working directory and nothing else: never those of another checkout. The function takes no
 argument and returns a `Trainer.Config`.
@@ -25,7 +25,7 @@ from typing import cast
 from harness.config import Trainer
 from harness.errors import MeshscopeError, UsageError
 
-BUILT_IN = ("debug", "llama3")
+BUILT_IN = ("debug", "llama3", "workloads")
 FOLDER = "runs"
 """Where a checkout keeps its own run functions; no package."""
 

@@ -18,7 +18,7 @@ def add_recipe_arguments(
         required=module is None,
         default=module,
         metavar="M",
-        help=f"{' or '.join(BUILT_IN)}; or your own: a .py file, or a dotted name under this folder (runs.mine){shown}",
+        help=f"{', '.join(BUILT_IN)}; or your own: a .py file, or a dotted name under this folder (runs.mine){shown}",
     )
     shown = "" if config is None else f" (default: {config})"
     parser.add_argument(

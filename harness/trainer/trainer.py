@@ -21,12 +21,13 @@ from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.data import build_batches
 from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
 from harness.trainer.initialise import initialise
+from harness.trainer.legacy_streams import collective_memory
 from harness.trainer.loss import IGNORE_INDEX, cross_entropy_sum
 from harness.trainer.model.decoder import Decoder
 from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
 from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh, data_rank
-from harness.validation import validate_inputs, validate_rehearsal
+from harness.validation import validate_device, validate_inputs, validate_rehearsal
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
@@ -49,6 +50,7 @@ class Trainer(config.Trainer):
         self.config = config
         self.directory = directory
         self.device = local_device(config.training.device)
+        validate_device(config, self.device.type)
         self.mode = mode_here(self.device)
         if self.mode == "rehearsal":
             validate_rehearsal(config)
@@ -62,7 +64,7 @@ class Trainer(config.Trainer):
         training, load = self.config.training, self.config.checkpoint.load
         rehearses = self.mode == "rehearsal"
         joined = rehearsed_group() if rehearses else process_group(self.device, training.init_timeout_s)
-        with joined, controlled_gc(training.gc_interval):
+        with joined, controlled_gc(training.gc_interval), collective_memory(training.collective_memory):
             self.mesh = self.dims.build_mesh(self.device.type)
             self.data_groups = [group for axis in DATA_AXES if (group := axis_group(self.mesh, axis)) is not None]
             self.tp_group = axis_group(self.mesh, "tp")

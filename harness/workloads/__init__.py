@@ -1,0 +1,1 @@
+"""Loops that are no training: one pattern of communication each, to see what it does to memory."""

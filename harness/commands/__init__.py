@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+from harness.errors import InputError
+from harness.recording import atomic_path
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -11,3 +16,13 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_cache_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cache", action="store_true", help="changes nothing: no result is cached in this version")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Raises `InputError` if the file cannot be written."""
+    try:
+        with atomic_path(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(path, f"cannot be written: {error.strerror}") from error
+    print(f"wrote {path}", file=sys.stderr)

@@ -14,17 +14,26 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from harness.commands import add_json_argument
+from harness.commands import add_json_argument, write_page
 from harness.commands.run import DEFAULT_PARENT
 from harness.config import Trainer, with_overrides
 from harness.doctor import Choice, choose_mode
 from harness.doctor.modes import usable_devices
 from harness.doctor.shared_gpu import visible_by_uuid
-from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_PARTIAL, EXIT_UNAVAILABLE, UnavailableError, UsageError
+from harness.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_PARTIAL,
+    EXIT_UNAVAILABLE,
+    InputError,
+    UnavailableError,
+    UsageError,
+)
 from harness.launch import TIMEOUT_S, WORKER
 from harness.modes import Start, prepare
 from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import MODES, read_json, write_json
+from harness.sources import report_errors
 from harness.text import counted, one_line
 from harness.validation import validate_inputs
 from probes import liveness, queue_arms, text
@@ -43,6 +52,7 @@ from probes.experiment import (
 from probes.knobs import KNOBS, Arm, Knob, find_knob, max_connections, split_values
 from probes.queue_arms import MOST_ROUNDS, ROUNDS
 from probes.reduce import COMPARED
+from probes.report.reading import is_experiment, read_analysis
 from probes.surroundings import without
 from probes.validity import RefusedError
 
@@ -96,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=int, metavar="N", help=f"max_connections: counts of each arm's queues (default: {ROUNDS})"
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a report as one HTML file, with pictures")
     parser.add_argument("--force", action="store_true", help="run the trials even where the verdict is known before")
     add_json_argument(parser)
 
@@ -116,8 +127,30 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_UNAVAILABLE if known.verdict == "unavailable in this build" else EXIT_OK
     experiment = replace(experiment, directory=_folder(args.out, experiment))
     analysis = perform(experiment, notes, rounds=args.rounds or ROUNDS)
+    if args.html is not None:
+        write_html(analysis, args.html)
     _print(analysis, args.json)
     return EXIT_OK if analysis.decided else EXIT_FAILED
+
+
+def report_experiment(directory: Path, *, html: Path | None, as_json: bool) -> int | None:
+    """`meshscope report` of an experiment's folder: the trials on disk analysed anew. Exits 4 if some have not ended,
+    3 if none has; None for a folder that holds something else."""
+    if not is_experiment(directory):
+        return None
+    analysis = read_analysis(directory)
+    if html is not None:
+        write_html(analysis, html)
+    _print(analysis, as_json)
+    errors = [InputError(directory, line) for line in text.unfinished(analysis)]
+    return report_errors("report", errors, read=len(analysis.progress.trials))
+
+
+def write_html(analysis: Analysis, path: Path) -> None:
+    """Raises `InputError` if the file cannot be written."""
+    from probes.report.page import page  # matplotlib takes a second to import
+
+    write_page(path, page(analysis))
 
 
 def plan(args: argparse.Namespace) -> Experiment:

@@ -1,22 +1,23 @@
-"""meshscope report: everything about a recording, a folder of traces and snapshots, or one file."""
+"""meshscope report: everything about a recording, a folder of traces and snapshots, one file, or an experiment."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from harness.commands import add_cache_argument, add_json_argument
-from harness.errors import InputError
-from harness.recording import atomic_path
+from harness.commands import add_cache_argument, add_json_argument, write_page
 from harness.report import Report, build
 from harness.report.text import render
 from harness.sources import report_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="a recording, a folder of traces and snapshots, or one file")
+    parser.add_argument(
+        "path",
+        type=Path,
+        help="a recording, a folder of traces and snapshots, one file, or an experiment of meshscope probe",
+    )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="also write the report as one HTML file, with pictures"
     )
@@ -27,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exits 3 if nothing was readable or measured (of a recording its state is said all the same), 4 if part of the
     input was not."""
+    if args.path.is_dir():
+        from harness.commands.probe import report_experiment  # scipy, which no other report needs, takes a while
+
+        code = report_experiment(args.path, html=args.html, as_json=args.json)
+        if code is not None:
+            return code
     report = build(args.path)
     if args.html is not None and (report.read or report.recording):
         write_html(report, args.html)
@@ -41,9 +48,4 @@ def write_html(report: Report, path: Path) -> None:
     """Raises `InputError` if the file cannot be written."""
     from harness.report.html import page  # matplotlib takes a second to import
 
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_text(page(report), encoding="utf-8")
-    except OSError as error:
-        raise InputError(path, f"cannot be written: {error.strerror}") from error
-    print(f"wrote {path}", file=sys.stderr)
+    write_page(path, page(report))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from harness.report import figures
 from harness.report.build import Report
 from harness.report.drawing import BLUE, GREY, RED
@@ -86,14 +88,47 @@ def dimensions(report: Report) -> list[Html]:
 
 
 def lanes(picture: LanePicture, mode: str) -> list[Html]:
+    what = f"{figures.step_name(picture)} of {rank_in_words(picture.rank)}, where most communication is exposed"
+    return [
+        tag("h3", what.capitalize()),
+        tag(
+            "figure",
+            legend(lanes_key([picture])),
+            tag("div", figures.lanes(picture), class_="scroll"),
+            tag("figcaption", lanes_caption(picture, mode)),
+        ),
+        table(LANE_HEADERS, lane_rows(picture)),
+    ]
+
+
+LANE_HEADERS = ["lane", "streams", "events", "busy", "exposed"]
+
+
+def rank_in_words(rank: int | None) -> str:
+    return "a rank that is not named" if rank is None else f"rank {rank}"
+
+
+def lanes_key(pictures: Sequence[LanePicture]) -> list[Html]:
     key = [swatch(BLUE, "compute")]
-    for lane in picture.lanes:
+    for lane in (lane for picture in pictures for lane in picture.lanes):
         colour = figures.COLOUR_OF_KIND.get(lane.kind, figures.OTHER_KIND)
         if lane.exposed_ns is not None and lane.kind != "exposed":
             key.append(swatch(colour, lane.kind))
     key.append(swatch(GREY, "pale: hidden by compute", opacity=0.35))
     key.append(swatch(RED, "all exposed communication"))
-    rows: list[list[str]] = [
+    return list(dict.fromkeys(key))
+
+
+def lanes_caption(picture: LanePicture, mode: str) -> str:
+    return (
+        f"A lane's height is the share of each {picture.column_ns / 1e3:.0f} µs column in which it ran: strong while "
+        "nothing computed, pale while compute hid it. The thin line below marks every column in which it ran at all. "
+        f"{picture.source.capitalize()} time, mode {mode}."
+    )
+
+
+def lane_rows(picture: LanePicture) -> list[list[str]]:
+    return [
         [
             lane.label,
             ", ".join(map(str, lane.streams)) or "n/a",
@@ -102,23 +137,6 @@ def lanes(picture: LanePicture, mode: str) -> list[Html]:
             figure_cell("exposed_ns", lane.exposed_ns),
         ]
         for lane in picture.lanes
-    ]
-    step = "the whole file" if picture.step is None else f"step {picture.step}"
-    rank = "a rank that is not named" if picture.rank is None else f"rank {picture.rank}"
-    caption = (
-        f"A lane's height is the share of each {picture.column_ns / 1e3:.0f} µs column in which it ran: strong while "
-        "nothing computed, pale while compute hid it. The thin line below marks every column in which it ran at all. "
-        f"{picture.source.capitalize()} time, mode {mode}."
-    )
-    return [
-        tag("h3", f"{step} of {rank}, where most communication is exposed".capitalize()),
-        tag(
-            "figure",
-            legend(list(dict.fromkeys(key))),
-            tag("div", figures.lanes(picture), class_="scroll"),
-            tag("figcaption", caption),
-        ),
-        table(["lane", "streams", "events", "busy", "exposed"], rows),
     ]
 
 

@@ -88,7 +88,7 @@ def read_analysis(directory: Path) -> Analysis:
 
     Raises `InputError` for a folder without a readable plan.
     """
-    experiment = read_experiment(directory)
+    experiment = read_experiment(directory.resolve())
     try:
         return analyse(experiment, survey(experiment), _said_of_the_build(directory))
     except RefusedError as error:

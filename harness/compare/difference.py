@@ -30,6 +30,12 @@ SAME_WORK = (
     "config.training.seq_len",
     "config.training.micro_batch_size",
     "config.training.gradient_accumulation_steps",
+    "config.workload",
+    "config.collectives.iterations",
+    "config.collectives.rows",
+    "config.collectives.dim",
+    "config.point_to_point.sends",
+    "config.point_to_point.activation_mib",
     "tokens_per_step",
 )
 

@@ -72,6 +72,8 @@ def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding
 
 
 def advice(dimension: str, kind: str | None, exposed_pct: float) -> str:
+    if "world" in dimension:  # all ranks, for whatever reason
+        return "See which collectives wait: meshscope overlap --by collective."
     if "tp" in dimension or ("dp" not in dimension and exposed_pct > NOTHING_HIDDEN_PCT):
         return (
             "Eager tensor parallelism waits for each of its collectives. Fewer TP ranks, or async TP (compiled, "

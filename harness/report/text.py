@@ -62,9 +62,9 @@ def _head(report: Report) -> Iterator[str]:
         return
     manifest, config = recording.manifest, report.config
     if config is not None:
-        about = layout(config)
-        yield f"  {config.name}: {about['layout']}; {about['precision']}"
-        yield f"  {about['model']}; {about['batch']}"
+        ranks, precision, *rest = layout(config).values()
+        yield f"  {config.name}: {ranks}; {precision}"
+        yield f"  {'; '.join(rest)}"
     versions = manifest.get("versions") or {}
     known = [f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl", "driver") if versions.get(name)]
     devices = {str((rank.get("device") or {}).get("name")) for rank in recording.ranks.values()}
@@ -78,8 +78,15 @@ def _head(report: Report) -> Iterator[str]:
 
 
 def layout(config: Trainer.Config) -> dict[str, str]:
-    """A configuration in a few words each: layout, precision, model, batch."""
+    """A configuration in a few words each: layout, precision, then model and batch, or the workload's pattern."""
     parallel, model, training = config.parallelism, config.model, config.training
+    if config.workload != "training":
+        return {
+            "layout": counted(config.world_size, "rank"),
+            "precision": training.mixed_precision_param,
+            "workload": config.workload,
+            **getattr(config, config.workload).words(),
+        }
     degrees = {"dp_replicate": parallel.dp_replicate, "dp_shard": config.dp_shard, "cp": parallel.cp}
     degrees |= {"tp": parallel.tp, "pp": parallel.pp}
     shown = " × ".join(f"{name} {n}" for name, n in degrees.items() if n > 1 or name in ("dp_shard", "tp"))

@@ -25,6 +25,17 @@ class Collectives:
         async_op: bool = True
         """`c10d`: the loop waits for a work; else the call itself is synchronous, as FSDP2's are."""
 
+        def words(self) -> dict[str, str]:
+            """The pattern in words, for reports."""
+            calls = (
+                self.api if self.api == "functional" else f"c10d {'asynchronous' if self.async_op else 'synchronous'}"
+            )
+            pattern = "all-gather, matrix product, reduce-scatter"
+            return {
+                "pattern": f"{self.iterations} × {pattern} a step",
+                "shard": f"{self.rows:,} × {self.dim:,}, {calls}",
+            }
+
 
 class PointToPoint:
     """A step sends `sends` activations down a line of ranks, as the forward of a pipeline does."""
@@ -38,3 +49,8 @@ class PointToPoint:
         buffers: Literal["freed", "held", "reused"] = "freed"
         """What becomes of an activation once it was waited for: `freed` at once; `held` by a reference until the step
         ends; `reused`: every activation lies in one of two buffers."""
+
+        def words(self) -> dict[str, str]:
+            """The pattern in words, for reports."""
+            calls = "batched" if self.batched else "single"
+            return {"pattern": f"{self.sends} × {self.activation_mib} MiB a step, {calls}", "buffers": self.buffers}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.compare import Measured
 from harness.report.finding import NOT_A_CLUSTER
-from harness.report.markup import Html, figure_cell, listing, table, tag
+from harness.report.markup import Html, escaped, figure_cell, listing, table, tag
 from harness.report.sections import drawn, fold
 from harness.text import counted, quantity
 from probes import text
@@ -108,7 +108,7 @@ def verdict(content: Content) -> list[Html]:
     body = [
         tag(
             "div",
-            tag("h3", tag("span", item.verdict, class_="severity"), f"{item.arm} against {experiment.baseline.name}"),
+            tag("h3", tag("span", item.verdict, class_="severity"), f" {item.arm} against {experiment.baseline.name}"),
             *(tag("p", sentence) for sentence in explained(analysis, item)),
             class_=f"finding {SEVERITY_OF.get(item.verdict, 'info')}",
         )
@@ -116,12 +116,13 @@ def verdict(content: Content) -> list[Html]:
     ]
     best = analysis.recommended()
     if best is not None:
-        lines = "\n".join(text.setting(experiment, best.arm))
         body += [
             tag("h3", "To use it"),
             tag("p", f"{best.arm} is better than {experiment.baseline.name}{text.because(analysis, best)}."),
-            tag("pre", tag("code", lines)),
+            preformatted(text.setting(experiment, best.arm)),
         ]
+    if analysis.queues is not None:
+        body += [tag("h3", "Hardware queues of each arm's context"), preformatted(analysis.queues.text().splitlines())]
     if analysis.sees_pct:
         seen: list[list[str]] = [[name, figure_cell("sees_pct", value)] for name, value in analysis.sees_pct.items()]
         what = f"The smallest change that {counted(experiment.pairs, 'pair')} find four times in five"
@@ -129,6 +130,10 @@ def verdict(content: Content) -> list[Html]:
     if analysis.notes:
         body.append(fold(counted(len(analysis.notes), "note"), listing(analysis.notes)))
     return body
+
+
+def preformatted(lines: Iterable[str]) -> Html:
+    return tag("pre", tag("code", Html("\n".join(map(escaped, lines)))))
 
 
 def metrics(content: Content) -> list[Html]:

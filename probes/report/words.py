@@ -47,8 +47,8 @@ def explained(analysis: Analysis, item: ArmComparison) -> Iterator[str]:
         return
     name = NAMES[main.metric]
     yield (
-        f"With {item.arm} {name} is {quantity(main.metric, main.b)}, with {baseline} {quantity(main.metric, main.a)}: "
-        f"{amount(main.effect, main.unit)}."
+        f"In arm {item.arm} {name} is {quantity(main.metric, main.b)}, in arm {baseline} "
+        f"{quantity(main.metric, main.a)}: {amount(main.effect, main.unit)}."
     )
     if main.exact:
         yield "Every trial of an arm gave the same value, so the difference is exact and needs no interval."

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
+from html_page import Page, loads
 from written import MIB, rewrite_steps, write_kernels, write_recording, write_snapshot, write_trace
 
 from harness import recording
@@ -20,48 +19,12 @@ from harness.report.html import page
 from harness.report.markup import Html, figure_cell, tag
 
 CONFIG = Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(tp=2))
-VOID = {"meta", "br", "img", "hr", "path", "rect", "use", "circle", "polyline", "image"}
 STEP = [
     ("gemm", None, 7, 100, 4000),
     ("_allgather_base", "mesh_dp_shard", 20, 50, 1000),
     ("_reduce_scatter_base", "mesh_dp_shard", 21, 4500, 500),
     ("allreduce", "mesh_tp", 7, 4600, 300),
 ]
-
-
-class Page(HTMLParser):
-    """What a browser would see: elements with attributes, text, and whether every element is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-        if name not in VOID:
-            self.open.append(name)
-
-    def handle_startendtag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-
-    def handle_endtag(self, name: str) -> None:
-        if name not in VOID:
-            assert self.open.pop() == name
-
-    def handle_data(self, data: str) -> None:
-        if not (self.open and self.open[-1] in ("style", "script")):
-            self.text += data
-
-    def figures(self, name: str) -> list[Any]:
-        values = [a.get("data-value") for _, a in self.elements if a.get("data-figure") == name]
-        return [None if value is None else json.loads(value) for value in values]
-
-    def ids(self) -> list[str]:
-        return [attributes["id"] or "" for _, attributes in self.elements if "id" in attributes]
 
 
 @pytest.fixture
@@ -127,20 +90,6 @@ def test_parts_of_a_step_add_up_to_its_span(whole):
         assert item["span_ns"] == 4_950_000
         parts = item["compute_ns"] + sum(item["exposed_alone_ns"].values()) + item["exposed_together_ns"]
         assert parts + item["exposed_memory_ns"] + item["idle_ns"] == item["span_ns"]
-
-
-def loads(text: str) -> list[str]:
-    """Everything in a page that could make a browser ask for something, or run something."""
-    found = []
-    for name, attributes in Page(text).elements:
-        assert name not in ("script", "link", "iframe", "object", "embed", "base", "form"), name
-        for key, value in attributes.items():
-            assert not key.startswith("on"), key
-            if key in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
-                found.append(str(value))
-            found += re.findall(r"url\(([^)]*)\)", value or "")
-    found += re.findall(r"url\(([^)]*)\)|@import", text)
-    return found
 
 
 def test_nothing_is_loaded_from_anywhere(whole):

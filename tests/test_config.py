@@ -50,6 +50,8 @@ def test_built_in_modules_offer_these_runs():
         ("llama3", "llama3_8b"),
         ("llama3", "llama3_70b"),
         ("llama3", "llama3_405b"),
+        ("workloads", "collectives"),
+        ("workloads", "point_to_point"),
     ]
 
 

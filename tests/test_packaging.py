@@ -15,8 +15,8 @@ import harness
 ROOT = Path(__file__).parent.parent
 PROBE_COMMAND = ROOT / "harness" / "commands" / "probe.py"  # the door to probes, and the only one
 PACKAGES = ("harness", "probes", "dashboard")
-# Readable without torch; `trainer` and `record` are the two rooms that run inside a training process.
-NEED_TORCH = ("harness.trainer", "harness.record")
+# Readable without torch; these are the rooms that run inside a training process.
+NEED_TORCH = ("harness.trainer", "harness.record", "harness.workloads")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_module_imports(module):
 
 
 def test_only_the_training_side_imports_torch():
-    """In one process without torch: every module outside the two rooms that run inside a training process."""
+    """In one process without torch: every module outside the rooms that run inside a training process."""
     readable = [name for name in modules_of("harness") if not name.startswith(NEED_TORCH)]
     program = f"import sys, importlib; sys.modules['torch'] = None; [importlib.import_module(n) for n in {readable}]"
 

@@ -27,13 +27,10 @@ class Collectives:
 
         def words(self) -> dict[str, str]:
             """The pattern in words, for reports."""
-            calls = (
-                self.api if self.api == "functional" else f"c10d {'asynchronous' if self.async_op else 'synchronous'}"
-            )
-            pattern = "all-gather, matrix product, reduce-scatter"
+            synchronous = "" if self.async_op else ", synchronous"
             return {
-                "pattern": f"{self.iterations} × {pattern} a step",
-                "shard": f"{self.rows:,} × {self.dim:,}, {calls}",
+                "pattern": f"{self.iterations} × all-gather, matrix product, reduce-scatter a step",
+                "shard": f"{self.rows:,} × {self.dim:,}, {self.api}{synchronous}",
             }
 
 

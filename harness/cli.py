@@ -32,6 +32,7 @@ COMMANDS = {
     "ledger": "predicted memory and communication of a run, next to what a recording of it measured",
     "compare": "one recording against another: what changed, what the runs differ in, and bounds for CI",
     "probe": "does a setting change anything? repeated runs of each arm, and a verdict with its interval",
+    "dashboard": "the pages over a folder of recordings, in a browser of this machine",
     "doctor": "what this machine can run, what is missing and the command for it",
 }
 

@@ -1,0 +1,175 @@
+"""All that pages read: every function is cached by what the files are, so nothing is parsed twice.
+
+`extract` is the way to anything made of traces and snapshots, `rows` to what the step rows say now (cheap, and new at
+every step of a live run), `measured` to both as `harness.compare` takes them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import streamlit as st
+
+from dashboard import store
+from dashboard.discover import Run, find_runs, fingerprint, links_out
+from dashboard.store import Extract
+from harness.compare import Measured, Standing, standing
+from harness.compare.steps import by_rank, by_step
+from harness.errors import InputError
+from harness.recording import Recording, read_recording
+
+PACKAGES = Path(__file__).parents[1]
+
+_preparing: dict[str, threading.Lock] = {}
+_preparing_lock = threading.Lock()
+
+
+@st.cache_data(ttl=3, show_spinner=False)
+def runs_below(root: Path) -> tuple[list[Run], bool]:
+    """`discover.find_runs`, at most every three seconds."""
+    return find_runs(root)
+
+
+def extract(root: Path, run: Run, name: str) -> Extract:
+    """An extract of `extracts.EXTRACTS`, made now if it is not on disk. All sessions share it, and its columns are
+    read-only memory maps: do not change it.
+
+    Raises `InputError` if nothing of the run can be read, or a link within it leads out of `root`.
+    """
+    return _loaded(prepared(root, run), name)
+
+
+def prepared(root: Path, run: Run) -> str:
+    """The folder of a run's extracts, as text."""
+    escaping = links_out(root, run)
+    if escaping:
+        raise InputError(
+            escaping[0], f"is a link that leads out of {root}: start the dashboard with a folder that holds both"
+        )
+    key = fingerprint(run, live=is_live(run))
+    cache = store.default_folder()
+    target = cache / key
+    if not target.is_dir():
+        with _only_once(key), st.spinner(f"Analysing {run.name}", show_time=True):
+            if not target.is_dir():
+                _prepare(run, cache, target)
+    store.touch(target)
+    if (target / store.FAILED).is_file():
+        raise InputError(**msgspec.json.decode((target / store.FAILED).read_bytes()))
+    return str(target)
+
+
+def is_prepared(run: Run) -> bool:
+    """Whether the extracts of a run are on disk, so that asking for one costs nothing."""
+    return (store.default_folder() / fingerprint(run, live=is_live(run)) / "report").is_dir()
+
+
+def _prepare(run: Run, cache: Path, target: Path) -> None:
+    folder = store.new_folder(cache)
+    path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "dashboard.prepare", str(run.path), str(folder)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        check=False,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise InputError(run.path, f"cannot be analysed: {last}")
+    store.publish(folder, target)
+    store.prune(cache)
+
+
+@contextmanager
+def _only_once(key: str) -> Iterator[None]:
+    with _preparing_lock:
+        lock = _preparing.setdefault(key, threading.Lock())
+    with lock:
+        yield
+
+
+@st.cache_resource(max_entries=24, show_spinner=False)
+def _loaded(folder: str, name: str) -> Extract:
+    return store.load(Path(folder) / name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """A recording's manifest, state and step rows put together, without traces and snapshots."""
+
+    recording: Recording
+    standing: Standing
+    steps: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
+
+    @property
+    def live(self) -> bool:
+        """Whether somebody is still writing it."""
+        return self.standing.state in ("planned", "running") and not self.standing.abandoned
+
+
+def rows(run: Run) -> Rows | None:
+    """What a recording says now, None for a folder of another tool.
+
+    Raises `InputError` for a recording of a later version.
+    """
+    if run.kind != "recording":
+        return None
+    files = [run.path / "manifest.json", run.path / "status.json"]
+    files += [path for name in ("steps", "ranks") for path in sorted((run.path / name).glob("rank*"))]
+    stamps = tuple((str(path), *_stamp(path)) for path in files)
+    read = _read_rows(run.path, stamps)
+    # Whether its writers live changes without a file changing.
+    return Rows(recording=read.recording, standing=standing(read.recording), steps=read.steps, ranks=read.ranks)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        about = path.stat()
+    except OSError:
+        return -1, -1
+    return about.st_size, about.st_mtime_ns
+
+
+@st.cache_resource(max_entries=256, show_spinner=False)
+def _read_rows(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> Rows:
+    recording = read_recording(path)
+    steps = by_step(recording)
+    return Rows(recording=recording, standing=standing(recording), steps=steps, ranks=by_rank(recording, steps))
+
+
+def is_live(run: Run) -> bool:
+    found = rows(run)
+    return found is not None and found.live
+
+
+def measured(root: Path, run: Run) -> Measured:
+    """What `harness.compare.measure` returns, put together from extracts and rows: without captures and snapshots."""
+    report = extract(root, run, "report").values
+    traces = extract(root, run, "overlap").values
+    found = rows(run)
+    complete = traces["complete_overlap"]
+    return Measured(
+        path=run.path,
+        mode=report["mode"],
+        recording=found.recording if found else None,
+        standing=found.standing if found else None,
+        steps=found.steps if found else [],
+        ranks=found.ranks if found else [],
+        overlap=traces["overlap"],
+        complete_overlap=traces["overlap"] if complete is True else complete,
+        memory=extract(root, run, "memory").values,
+        errors=[InputError(**error) for error in report["errors"]],
+    )

@@ -1,0 +1,59 @@
+"""The server: Streamlit's, with settings of its own, on this machine's loopback address only.
+
+    python dashboard/serve.py PORT
+
+`state.ROOT_VARIABLE` and `store.CACHE_VARIABLE` name the folder to show and the one for results. Every setting is
+given here, so no configuration file is needed, and none can open the server to others.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import streamlit as st
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from dashboard.charts import OKABE_ITO
+from harness.worker import die_with_parent
+
+ADDRESS = "127.0.0.1"
+HOSTS = [ADDRESS, "localhost"]
+
+SETTINGS = {
+    "server.address": ADDRESS,
+    "server.headless": True,
+    "server.allowedHosts": HOSTS,
+    "server.fileWatcherType": "none",
+    "server.runOnSave": False,
+    "server.enableStaticServing": False,
+    "server.disconnectedSessionTTL": 30,
+    "browser.gatherUsageStats": False,
+    "browser.serverAddress": ADDRESS,
+    "client.toolbarMode": "minimal",
+    "client.showErrorDetails": "full",
+    "client.showErrorLinks": False,
+    "client.showSidebarNavigation": False,
+    "runner.magicEnabled": False,
+    "logger.level": "warning",
+    "global.suppressDeprecationWarnings": False,
+    "theme.chartCategoricalColors": OKABE_ITO,
+    "theme.baseFontSize": 14,
+    "theme.baseRadius": "4px",
+    "theme.light.primaryColor": "#0072B2",
+    "theme.dark.primaryColor": "#56B4E9",
+}
+
+
+def main(port: int) -> None:
+    # A name that a stranger's page made mean this machine is refused, for every request.
+    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)
+    app = st.App(Path(__file__).parent / "entry" / "script.py", middleware=[trusted])
+    app.run(config={**SETTINGS, "server.port": port})
+
+
+if __name__ == "__main__":
+    die_with_parent(signal.SIGTERM)
+    main(int(sys.argv[1]))

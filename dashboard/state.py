@@ -1,0 +1,95 @@
+"""What is chosen, kept in the URL, so that a view can be sent: `?run=…&rank=…&step=…` and whatever a page adds.
+
+The sidebar chooses the run for every page. A page binds its own choices with `key=` and `bind="query-params"`, and
+leads elsewhere with `link`, which hands over what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from dashboard import data
+from dashboard.discover import Run, run_at
+from dashboard.store import Extract
+from harness.errors import InputError
+
+ROOT_VARIABLE = "MESHSCOPE_DASHBOARD_ROOT"
+
+PAGES: dict[str, Any] = {}
+"""Name of a page -> its `st.Page`; filled by `app`."""
+
+
+def root() -> Path:
+    """The folder that is shown, resolved; nothing outside it is."""
+    return _resolved(os.environ.get(ROOT_VARIABLE) or ".")
+
+
+@cache
+def _resolved(folder: str) -> Path:
+    return Path(folder).resolve()
+
+
+def runs() -> list[Run]:
+    return data.runs_below(root())[0]
+
+
+def choose_run() -> None:
+    """The sidebar's choice of a run, bound to `?run=`. A name that is not listed but lies in the folder is offered,
+    too; one that cannot be shown is explained by `current`."""
+    names = [run.name for run in runs() if run.kind != "experiment"]
+    asked = st.query_params.get("run")
+    st.session_state["_asked"] = asked
+    if asked is not None and asked not in names:
+        try:
+            names = [run_at(root(), asked).name, *names]
+        except InputError as error:
+            st.session_state["_refused"] = error
+        else:
+            st.session_state.pop("_refused", None)
+    else:
+        st.session_state.pop("_refused", None)
+    if names:
+        st.selectbox("Recording", names, key="run", bind="query-params", format_func=lambda name: name or ".")
+
+
+def current() -> Run:
+    """The chosen run.
+
+    Raises `InputError` if the URL names one that is not in the folder, or there is none.
+    """
+    if refused := st.session_state.get("_refused"):
+        raise refused
+    name = st.session_state.get("run")
+    if name is None:
+        raise InputError(root(), "holds nothing to show")
+    return run_at(root(), name)
+
+
+def extract(name: str) -> Extract:
+    """An extract (`extracts.EXTRACTS`) of the chosen run; raises as `data.extract`."""
+    return data.extract(root(), current(), name)
+
+
+def rank(known: Sequence[int | None], label: str = "Rank") -> int | None:
+    """A choice of one of the ranks that there are, bound to `?rank=`."""
+    return st.selectbox(
+        label, known, key="rank", bind="query-params", format_func=lambda rank: "unknown" if rank is None else str(rank)
+    )
+
+
+def step(known: Sequence[int], label: str = "Step") -> int | None:
+    """A choice of one of the steps that there are, bound to `?step=`."""
+    return st.selectbox(label, known, key="step", bind="query-params")
+
+
+def link(page: str, label: str, *, icon: str | None = None, **state: str | int | None) -> None:
+    """A link to a page with its state: `run` is the chosen one unless given."""
+    chosen = {"run": st.session_state.get("run"), **state}
+    parameters = {name: str(value) for name, value in chosen.items() if value is not None}
+    st.page_link(PAGES[page], label=label, icon=icon, query_params=parameters)

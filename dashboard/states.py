@@ -1,0 +1,43 @@
+"""What is said where there is nothing, only a part, or something broken to show."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import streamlit as st
+
+from harness.errors import InputError, MeshscopeError
+from harness.text import printable
+
+ERRORS_SHOWN = 8
+
+
+def escaped(text: str) -> str:
+    """A stranger's text within Markdown: on one line, without markup."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+\-.!|~$:&@])", r"\\\1", printable(text))
+
+
+def empty(what: str, command: str | None = None) -> None:
+    """Nothing there yet, and the command that makes it."""
+    st.info(escaped(what), icon=":material/info:")
+    if command:
+        st.code(command, language="sh")
+
+
+def broken(error: MeshscopeError) -> None:
+    """What cannot be shown, where, and why: one readable error."""
+    if isinstance(error, InputError):
+        place = "" if error.offset is None else f" at byte {error.offset:,}"
+        st.error(f"**{escaped(error.file)}**{place}: {escaped(error.reason)}", icon=":material/error:")
+    else:
+        st.error(escaped(str(error)), icon=":material/error:")
+
+
+def partial(errors: list[dict[str, Any]]) -> None:
+    """Part of the input is missing or unreadable: each is named, once."""
+    for error in errors[:ERRORS_SHOWN]:
+        broken(InputError(error["file"], error["reason"], error["offset"]))
+    if len(errors) > ERRORS_SHOWN:
+        with st.expander(f"{len(errors) - ERRORS_SHOWN} more that could not be read"):
+            st.dataframe(errors[ERRORS_SHOWN:], hide_index=True)

@@ -259,14 +259,13 @@ def differing(experiment: Experiment, runs: Mapping[str, Measured]) -> list[Diff
 
 
 def aligned_memory(runs: Mapping[str, Measured]) -> AlignedMemory | None:
-    """Of the rank and device that all runs have a history of, with the highest active peak in the first run. None
-    where there is no such rank."""
+    """Of the rank and device that all runs have a history of, with the highest active peak in any run. None where
+    there is no such rank."""
     histories = {name: _histories(run) for name, run in runs.items()}
     shared = shared_keys(list(histories.values()))
     if not shared:
         return None
-    first = next(iter(histories.values()))
-    rank, device = key = max(shared, key=lambda key: first[key][1].peak("active").bytes)
+    rank, device = key = max(shared, key=lambda key: max(of[key][1].peak("active").bytes for of in histories.values()))
     timelines = {name: of_run[key][1] for name, of_run in histories.items()}
     return AlignedMemory(
         rank=rank,
@@ -301,8 +300,8 @@ def peaks_by_step(run: Measured, warmup: int = 0) -> list[dict[str, Any]]:
 
 
 def aligned_lanes(runs: Mapping[str, Measured]) -> AlignedLanes | None:
-    """Of the rank and step that all runs have a complete trace of, with most exposed communication in the first run.
-    None where there is no such step."""
+    """Of the rank and step that all runs have a complete trace of, with most exposed communication in any run. None
+    where there is no such step."""
     traced = {
         name: {(step.capture.rank, step.number): step for step in traced_steps(run.complete_captures)}
         for name, run in runs.items()
@@ -310,8 +309,7 @@ def aligned_lanes(runs: Mapping[str, Measured]) -> AlignedLanes | None:
     shared = shared_keys(list(traced.values()))
     if not shared:
         return None
-    first = next(iter(traced.values()))
-    rank, number = key = max(shared, key=lambda key: first[key].exposed_ns)
+    rank, number = key = max(shared, key=lambda key: max(steps[key].exposed_ns for steps in traced.values()))
     pictures = {
         name: picture(steps[key].capture, steps[key].device, steps[key].place) for name, steps in traced.items()
     }

@@ -301,7 +301,7 @@ def trials(content: Content) -> list[Html]:
             row.arm,
             str(row.pair),
             row.state,
-            *(figure_cell(name, row.values.get(name)) for name in names),
+            *(figure_cell(f"trial_{name}", row.values.get(name)) for name in names),
             row.reason or "",
         ]
         for row in rows

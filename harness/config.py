@@ -19,6 +19,7 @@ import msgspec
 import msgspec.inspect
 
 from harness.errors import UsageError
+from harness.pipeline.config import Pipeline
 from harness.workloads.config import Collectives, PointToPoint, WorkloadName
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class Parallelism:
         """Keeps activations between tensor-parallel regions sharded over the sequence (tp > 1)."""
         reshard_after_forward: Literal["default", "always", "never"] = "default"
         """`default`: every FSDP unit except the last one (norm and head, with the embedding if tied) is freed after
-        its forward; `always`: that one too; `never`: all stay gathered until their backward."""
+        its forward; `always`: that one too; `never`: all stay gathered until their backward. In a pipeline (pp > 1) all
+        stay gathered from one micro-batch to the next, until the schedule frees them; `always` is refused."""
         fsdp_prefetch: int | Literal["default"] = "default"
         """Units gathered ahead of the one that runs. A number: so many, in forward and in backward, each asked for as
         soon as its predecessor is copied out (0: none). `default`: one in backward, and in forward none but what the
@@ -253,6 +255,7 @@ class Trainer:
         world_size: int = 1
         model: Decoder.Config = field(default_factory=Decoder.Config)
         parallelism: Parallelism.Config = field(default_factory=Parallelism.Config)
+        pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
         training: Training.Config = field(default_factory=Training.Config)
         optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
         data: Data.Config = field(default_factory=Data.Config)
@@ -265,7 +268,17 @@ class Trainer:
         def tokens_per_step(self) -> int:
             """Tokens of one data-parallel rank in one optimizer step."""
             training = self.training
-            return training.micro_batch_size * training.seq_len * training.accumulation_steps
+            sequences = training.micro_batch_size * self.pipeline_micro_batches * training.accumulation_steps
+            return sequences * training.seq_len
+
+        @property
+        def pipeline_micro_batches(self) -> int:
+            """Forwards of one pass of the pipeline schedule; 1 without a pipeline."""
+            if self.parallelism.pp == 1:
+                return 1
+            from harness.pipeline.plan import micro_batches
+
+            return micro_batches(self)
 
         def build(self, directory: Path) -> TrainerImpl | Workload:
             """This rank's trainer, or workload (torchrun's environment says which rank); raises as `validate` does."""
@@ -375,5 +388,13 @@ def with_overrides(config: Trainer.Config, overrides: list[tuple[str, str]]) -> 
         node = tree
         for part in path:
             node = node[part]
-        node[leaf] = value
+        node[leaf] = _structured(value)
     return from_dict(tree, strict=False)
+
+
+def _structured(value: str) -> Any:
+    """A list is written as JSON on a command line; everything else is as it stands."""
+    try:
+        return json.loads(value) if value.startswith("[") else value
+    except json.JSONDecodeError:
+        return value

@@ -10,6 +10,7 @@ from harness.checkpoints import find_checkpoint, read_header
 from harness.config import Decoder, Parallelism, Trainer
 from harness.errors import UsageError
 from harness.limits import require_possible
+from harness.pipeline.requirements import require_pipeline
 from harness.workloads.config import WorkloadName
 
 TEXT_TOKENS = 258
@@ -55,11 +56,7 @@ def validate(config: Trainer.Config) -> None:
         layout.dp_shard >= 1 or layout.dp_shard == -1,
         f"parallelism.dp_shard={layout.dp_shard} must be at least 1, or -1",
     )
-    for name in ("cp", "pp"):
-        degree = getattr(layout, name)
-        _require(
-            degree == 1, f"parallelism.{name}={degree}: this version trains dp_replicate × dp_shard × tp; set it to 1"
-        )
+    _require(layout.cp == 1, f"parallelism.cp={layout.cp}: this version has no context parallelism; set it to 1")
 
     others = layout.dp_replicate * layout.cp * layout.tp * layout.pp
     if layout.dp_shard == -1:
@@ -77,6 +74,7 @@ def validate(config: Trainer.Config) -> None:
         )
 
     _require_an_effect(config)
+    require_pipeline(config)
     tp = layout.tp
     _require(
         model.dim % model.n_heads == 0,

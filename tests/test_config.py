@@ -141,7 +141,7 @@ IMPOSSIBLE = [
     ({"parallelism": Parallelism.Config(tp=0)}, "parallelism.tp=0 must be at least 1"),
     ({"parallelism": Parallelism.Config(dp_shard=0)}, "parallelism.dp_shard=0 must be at least 1, or -1"),
     ({"world_size": 0}, "world_size=0 must be at least 1"),
-    ({"world_size": 2, "parallelism": Parallelism.Config(pp=2)}, "parallelism.pp=2: this version"),
+    ({"world_size": 2, "parallelism": Parallelism.Config(cp=2)}, "parallelism.cp=2: this version"),
     (
         {"world_size": 3, "parallelism": Parallelism.Config(tp=3)},
         "model.n_heads=8 is not divisible by parallelism.tp=3",

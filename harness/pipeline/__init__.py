@@ -4,7 +4,3 @@
 what torch's runtime needs beside the computation, `check` whether a table can run at all, `timeline` when everything
 happens for given costs.
 """
-
-from harness.pipeline.plan import Plan, plan
-
-__all__ = ["Plan", "plan"]

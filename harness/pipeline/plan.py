@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config import Pipeline, Trainer
+from harness.config import Trainer
 from harness.errors import UsageError
 from harness.pipeline.actions import COMPUTE, Action, computation, each_step, read_table
 from harness.pipeline.check import require_complete, require_progress, stage_ranks
+from harness.pipeline.config import Pipeline
 from harness.pipeline.lowering import lower
 from harness.pipeline.schedules import SCHEDULES, Schedule
 from harness.pipeline.split import Part, even_parts, parts_of, placed

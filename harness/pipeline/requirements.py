@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from harness.config import Pipeline, Trainer
+from harness.config import Trainer
 from harness.errors import UsageError
+from harness.pipeline.config import Pipeline
 from harness.pipeline.plan import plan
 
 MOST_MICRO_BATCHES = 10_000
@@ -49,6 +50,11 @@ def require_pipeline(config: Trainer.Config) -> None:
         raise UsageError(
             f"model.tied_embeddings with parallelism.pp={layout.pp}: the first and the last stage would both hold the "
             "matrix; set it to false, or pp to 1"
+        )
+    if layout.reshard_after_forward == "always":  # torch finds no gradients of weights that are freed before an I
+        raise UsageError(
+            f"parallelism.reshard_after_forward=always with parallelism.pp={layout.pp}: a stage stays gathered from "
+            "one micro-batch to the next, until its schedule frees it; set it to default"
         )
     if pipeline.csv is None or pipeline.table is not None:  # else the file is still to be read
         plan(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from harness.config import Trainer, with_overrides
+from harness.pipeline.requirements import with_table
 from harness.recipes import BUILT_IN, load_config
 
 
@@ -37,6 +38,6 @@ def config_from(args: argparse.Namespace) -> Trainer.Config:
     overrides = list(args.overrides)
     if args.nproc is not None:
         overrides.append(("world_size", str(args.nproc)))
-    config = with_overrides(load_config(args.module, args.config), overrides)
+    config = with_table(with_overrides(load_config(args.module, args.config), overrides))
     config.validate()
     return config

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -113,8 +114,9 @@ class Checkpointer:
         `InputError` if it cannot be read. As everywhere in torch, its non-tensor part is unpickled: load what you
         trust.
         """
+        tensors = self._tensors()
         with _one_line(checkpoint, "cannot be read"):
-            dcp_load(self._tensors(), checkpoint_id=checkpoint, planner=_Planner(checkpoint))
+            dcp_load(tensors, checkpoint_id=checkpoint, planner=_Planner(checkpoint, self._names_of_all(tensors)))
         for name, saved in msgspec.to_builtins(header.model).items():
             here = getattr(self._model.config, name)
             if here != saved:  # what no shape tells, such as the number of heads
@@ -128,6 +130,15 @@ class Checkpointer:
         step of zero gradients at a learning rate of zero for it."""
         states = get_optimizer_state_dict(self._model, self._optimizer)["state"]
         return {"model": dict(self._model.named_parameters()), "optimizer": states}
+
+    def _names_of_all(self, tensors: dict[str, Any]) -> set[str]:
+        """The names of the tensors of all ranks: pipeline stages have different ones."""
+        own = set(flatten_state_dict(tensors)[0])
+        if "pp" not in (self._mesh.mesh_dim_names or ()):
+            return own
+        gathered: list[set[str]] = [own] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return set().union(*gathered)
 
     def _header(self, completed_steps: int, save_ns: int) -> Header:
         return Header(
@@ -145,9 +156,9 @@ class Checkpointer:
 class _Planner(DefaultLoadPlanner):
     """Says which tensor differs before anything is read; DCP itself takes a checkpoint of a larger model."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, names_of_all: set[str]) -> None:
         super().__init__()
-        self._checkpoint = checkpoint
+        self._checkpoint, self._names_of_all = checkpoint, names_of_all
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -166,7 +177,7 @@ class _Planner(DefaultLoadPlanner):
                     f"checkpoint.load={self._checkpoint}: {name} is {saved[name]}, this model's is {list(tensor.shape)}"
                 )
         for name in saved:
-            if name not in self.state_dict:
+            if name not in self._names_of_all:
                 raise UsageError(f"checkpoint.load={self._checkpoint}: it has {name}, this model has not")
 
 

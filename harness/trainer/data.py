@@ -2,7 +2,7 @@
 
 Optimizer step s of D data-parallel ranks, n micro-batches and B sequences takes samples s·D·n·B … (s+1)·D·n·B - 1;
 rank r's micro-batch m holds those from s·D·n·B + (r·n + m)·B on. So the samples of a step are the same however
-D, n and B split them.
+D, n and B split them. The micro-batches of one pass of a pipeline are taken as one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def build_batches(config: config.Trainer.Config, *, dp_rank: int, dp_size: int) 
         dp_rank=dp_rank,
         dp_size=dp_size,
         accumulation_steps=training.accumulation_steps,
-        micro_batch_size=training.micro_batch_size,
+        micro_batch_size=training.micro_batch_size * config.pipeline_micro_batches,
     )
 
 

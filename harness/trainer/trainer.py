@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness import config
+from harness.pipeline.plan import plan
 from harness.recording import MODE_VARIABLE, Mode
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.data import build_batches
@@ -27,6 +28,7 @@ from harness.trainer.model.decoder import Decoder
 from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
 from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh, data_rank
+from harness.trainer.pipeline import Pipeline, own_part, stage_modules
 from harness.validation import validate_device, validate_inputs, validate_rehearsal
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer(config.Trainer):
-    """One rank of a run: meta model → tensor parallel → FSDP2 → materialise → initialise → optimizer → steps.
+    """One rank of a run: meta model → its stages → tensor parallel → FSDP2 → materialise → initialise → optimizer →
+    steps.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. With
     MESHSCOPE_MODE=rehearsal it is that rank of a world whose other ranks are not there: every step allocates what it
@@ -57,6 +60,8 @@ class Trainer(config.Trainer):
         if config.training.deterministic:
             use_deterministic_kernels()
         self.dims = ParallelDims.from_config(config)
+        self.plan = plan(config) if self.dims.pp > 1 else None
+        self.pipeline: Pipeline | None = None
 
     def train(self) -> list[float]:
         """Trains up to `training.steps` steps, from where a loaded checkpoint stands, into a recording at `directory`;
@@ -90,7 +95,7 @@ class Trainer(config.Trainer):
                 closing(build_batches(self.config, dp_rank=data_rank(self.mesh), dp_size=dp_size)) as self.batches,
             ):
                 with recorder.category("parameter"):
-                    self.model = self._build_model()
+                    self.model = self._build_model(recorder)
                 self.optimizer = build_optimizer(self.config.optimizer, self.model.parameters(), self.device)
                 recorder.watch(self.model, self.optimizer)
                 checkpoints = Checkpointer(
@@ -115,23 +120,33 @@ class Trainer(config.Trainer):
                         checkpoints.save(step + 1)
                 return [loss.item() for loss in losses]
 
-    def _build_model(self) -> Decoder:
+    def _build_model(self, recorder: Recorder) -> Decoder:
+        """The model, or of a pipeline what this rank holds of it, whose stages then share its modules."""
         training, layout = self.config.training, self.config.parallelism
         with torch.device("meta"):
             model = self.config.model.build(seq_len=training.seq_len)
+        if self.plan is not None:
+            model = own_part(model, self.plan, self.mesh.get_local_rank("pp"))
         if self.dims.tp > 1:
             shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel, async_op=layout.tp_async)
-        fully_shard_decoder(
-            model,
-            data_mesh(self.mesh),
-            param_dtype=DTYPES[training.mixed_precision_param],
-            reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            policy=layout.reshard_after_forward,
-        )
-        set_fsdp_communication(model, self.mesh, layout)
+        roots = [model]
+        if self.plan is not None:
+            roots = stage_modules(model, self.plan, self.mesh.get_local_rank("pp"))
+        for root in roots:
+            fully_shard_decoder(
+                root,
+                data_mesh(self.mesh),
+                param_dtype=DTYPES[training.mixed_precision_param],
+                reduce_dtype=DTYPES[training.mixed_precision_reduce],
+                # The schedule says what is gathered from one micro-batch to the next.
+                policy=layout.reshard_after_forward if self.plan is None else "never",
+            )
+            set_fsdp_communication(root, self.mesh, layout)
         model.to_empty(device=self.device)
         model.tie_embeddings()
         initialise(model, training.seed)
+        if self.plan is not None:
+            self.pipeline = Pipeline(self.plan, model, roots, self.config, self.mesh, self.device, recorder)
         return model
 
     def _step(self, step: int, recorder: Recorder, tags: list[str]) -> torch.Tensor:
@@ -149,6 +164,9 @@ class Trainer(config.Trainer):
 
             total = torch.zeros((), device=self.device)
             for tokens, labels in batches:
+                if self.pipeline is not None:
+                    total += self.pipeline.run(tokens, labels, valid)
+                    continue
                 with recorder.phase("forward"):
                     # No name is kept for the logits: they must not outlive what backward needs of them.
                     loss = cross_entropy_sum(self.model(tokens), labels, self.tp_group) / valid
@@ -163,6 +181,8 @@ class Trainer(config.Trainer):
                 self.optimizer.step()
 
             self._sum_over_data(total)
+            if (stages := axis_group(self.mesh, "pp")) is not None:  # only the last one has a loss
+                dist.all_reduce(total, group=stages)
             recorder.log(loss=total, grad_norm=grad_norm, lr=lr)
         return total
 
@@ -172,7 +192,8 @@ class Trainer(config.Trainer):
             dist.all_reduce(value, group=group)
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This data-parallel rank's tokens and labels, int64 [micro_batch, seq]; tensor-parallel ranks share them."""
+        """This data-parallel rank's tokens and labels, int64 [micro_batch, seq], of a pipeline all micro-batches of a
+        pass; ranks that differ on other axes share them."""
         tokens, labels = self.batches.next_batch()
         return tokens.to(self.device), labels.to(self.device)
 

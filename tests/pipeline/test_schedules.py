@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from harness.config import Decoder, Parallelism, Pipeline, Trainer
-from harness.pipeline import Plan, plan
+from harness.pipeline.plan import Plan, plan
 from harness.pipeline.timeline import bubbles, planned
 
 RANKS = (2, 3, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -50,6 +52,18 @@ class Decoder(config.Decoder, nn.Module):
         replaces parameters module by module (sharding, `to_empty`)."""
         if self.config.tied_embeddings and self.lm_head is not None and self.tok_embeddings is not None:
             self.lm_head.weight = self.tok_embeddings.weight
+
+    def part(self, names: Collection[str]) -> Decoder:
+        """A decoder of the named modules (`layers.3`, `norm`) of this one, which both then hold."""
+        part = Decoder.__new__(Decoder)
+        nn.Module.__init__(part)
+        part.config, part.seq_len = self.config, self.seq_len
+        part.tok_embeddings = self.tok_embeddings if "tok_embeddings" in names else None
+        part.layers = nn.ModuleDict({n: layer for n, layer in self.layers.items() if f"layers.{n}" in names})
+        part.norm = self.norm if "norm" in names else None
+        part.lm_head = self.lm_head if "lm_head" in names else None
+        part.register_buffer("rotary", self.rotary, persistent=False)
+        return part
 
     def recompute_buffers(self) -> None:
         """Fills what `to_empty` left undefined and no checkpoint holds."""

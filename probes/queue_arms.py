@@ -21,11 +21,11 @@ from harness.errors import InputError
 from harness.mps import mps
 from harness.recording import atomic_path, read_json
 from harness.text import milliseconds, percent, table
-from probes import queues
+from probes import queue_findings, queues
 from probes.experiment import Experiment
 from probes.knobs import UNSET, Arm
 from probes.knobs.max_connections import KNOB
-from probes.queues import ArmQueues
+from probes.queue_findings import ArmQueues
 from probes.surroundings import without
 
 SCHEMA_VERSION = 1
@@ -54,7 +54,7 @@ class QueueStudy:
 
     @property
     def findings(self) -> list[str]:
-        return queues.findings(self.arms, KNOB.default)
+        return queue_findings.findings(self.arms, KNOB.default)
 
     @property
     def notes(self) -> list[str]:
@@ -74,7 +74,7 @@ class QueueStudy:
             "mode": "shared-gpu" if self.under_mps else "real",
             "variable": KNOB.variable,
             "device": self.device,
-            "took_effect": queues.took_effect(self.arms),
+            "took_effect": queue_findings.took_effect(self.arms),
             "findings": self.findings,
             "arms": [
                 {
@@ -125,7 +125,6 @@ class QueueStudy:
                 "",
                 *self.findings,
                 f"note: {self._how()}",
-                *(f"error: {error}" for error in self.errors),
                 f"observations: {self.directory}",
             ]
         )

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -29,14 +28,20 @@ from harness.text import counted
 
 Floats = NDArray[np.float64]
 
-# Pairs that contradict the classes, of all that share a queue by any sign: above it a round says nothing.
-MOST_CONTRADICTING = 0.25
+INCONSISTENT = "sharing a queue is no consistent relation"
+# Pairs that contradict the classes, of those that share a queue by any sign and of all: above it a round says nothing.
+MOST_CONTRADICTING, MOST_OF_ALL = 0.25, 0.1
 # Rows of a round that must be usable, else it says nothing.
 LEAST_ROWS = 0.8
 # The interval may be this share of the count; rounds further apart do not measure one thing.
 WIDEST_INTERVAL = 0.25
-# A stream of which fewer pairs are known belongs to no class.
-LEAST_KNOWN = 0.5
+# Streams that the kernel waited for holds up are late in this share of the rows at least, whoever waits.
+LEAST_HELD = 0.95
+# Of the streams that were late while one waited, the share that were not confirmed when they waited in their turn; and
+# of all streams, since a single one is noise that the other pairs outvote.
+MOST_UNCONFIRMED, STALL = 1 / 3, 0.1
+# A stream of which fewer pairs are known belongs to no class; with fewer of all pairs, a round says nothing.
+LEAST_KNOWN, LEAST_PAIRS = 0.5, 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +100,8 @@ def parse(document: Mapping[str, Any]) -> Observations:
 class RoundResult:
     """What one round alone says. `count` is None where `reason` says why. `classes`: the numbers of the streams of each
     queue. `asymmetric_pairs`: of two streams one waited for the other and not the reverse; `nontransitive_pairs`: both
-    directions agree and contradict the classes; `sharing_pairs`: those that share a queue by any sign."""
+    directions agree and contradict the classes; `sharing_pairs`: those that share a queue by any sign; `stalled_rows`:
+    waits left out, in which others were late for another reason."""
 
     count: int | None
     reason: str | None = None
@@ -103,6 +109,7 @@ class RoundResult:
     asymmetric_pairs: int = 0
     nontransitive_pairs: int = 0
     sharing_pairs: int = 0
+    stalled_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +189,7 @@ def _refusal(results: Sequence[RoundResult], counts: Sequence[int]) -> str | Non
 
 
 def _partition(found: Round, streams: int) -> RoundResult:
-    """The classes of one round, by average linkage of the pairs' votes: two groups are one if most pairs between them
-    say so, so that a single pair joins nothing."""
+    """What one round says, once rows that say nothing are left out."""
     controls = [row for row in found.rows if row.stream is None and row.in_time]
     rows = [row for row in found.rows if row.stream is not None and row.in_time and _waited(row)]
     if not controls or len(rows) < max(2, LEAST_ROWS * streams):
@@ -193,40 +199,58 @@ def _partition(found: Round, streams: int) -> RoundResult:
             reason=f"{len(rows)} of {streams} streams can be used"
             + (f"; in {late} cases launching took longer than the kernel waited for" if late else ""),
         )
-    agreed = _agreed(rows, _late(controls, streams), streams)
+    held, known = _held(controls, rows)
+    votes = _votes(rows, held, streams)
+    stalled = _stalled(votes)
+    if stalled.sum() > (1 - LEAST_ROWS) * streams:
+        return RoundResult(
+            count=None,
+            stalled_rows=int(stalled.sum()),
+            reason=f"{INCONSISTENT}: in {stalled.sum()} of {streams} cases streams were held up by one that they do "
+            "not hold up (does another process use the GPU?)",
+        )
+    votes[stalled] = np.nan
+    votes[np.ix_(held, held)] = 1
+    votes[~known, :] = votes[:, ~known] = np.nan
+    np.fill_diagonal(votes, np.nan)
+    return replace(_classify(_agreed(votes)), stalled_rows=int(stalled.sum()))
+
+
+def _classify(agreed: Floats) -> RoundResult:
+    """The classes of pairs that share a queue, by average linkage: two groups are one if most pairs between them say
+    so, so that a single pair joins nothing."""
+    streams = len(agreed)
     placed = np.flatnonzero(np.isfinite(agreed).sum(axis=1) >= LEAST_KNOWN * (streams - 1))
     if len(placed) < max(2, LEAST_ROWS * streams):
         return RoundResult(count=None, reason=f"the queue of {streams - len(placed)} of {streams} streams is not known")
     agreed = agreed[np.ix_(placed, placed)]
+    upper = np.triu_indices(len(placed), 1)
+    known = np.isfinite(agreed[upper])
+    if known.mean() < LEAST_PAIRS:
+        return RoundResult(count=None, reason=f"only {100 * known.mean():.0f} % of the pairs of streams are known")
     distance = np.where(np.isfinite(agreed), 1 - agreed, 0.5)
     np.fill_diagonal(distance, 0)
     labels = fcluster(linkage(squareform(distance), "average"), np.nextafter(0.5, 0), "distance")
-    upper = np.triu_indices(len(placed), 1)
-    known = np.isfinite(agreed[upper])
     votes, same = agreed[upper][known], (labels[:, None] == labels[None, :])[upper][known]
     asymmetric = votes == 0.5
     nontransitive = ~asymmetric & ((votes == 1) != same)
-    sharing = (votes > 0) | same
-    classes = [[int(number) for number in placed[labels == label]] for label in np.unique(labels)]
+    classes = sorted([int(number) for number in placed[labels == label]] for label in np.unique(labels))
     result = RoundResult(
         count=len(classes),
-        classes=sorted(classes),
+        classes=classes,
         asymmetric_pairs=int(asymmetric.sum()),
         nontransitive_pairs=int(nontransitive.sum()),
-        sharing_pairs=int(sharing.sum()),
+        sharing_pairs=int(((votes > 0) | same).sum()),
     )
     contradicting = result.asymmetric_pairs + result.nontransitive_pairs
-    if contradicting <= MOST_CONTRADICTING * result.sharing_pairs:
+    if contradicting <= min(MOST_CONTRADICTING * result.sharing_pairs, MOST_OF_ALL * len(votes)):
         return result
-    return RoundResult(
-        count=None,
-        reason=f"sharing a queue is no consistent relation: of {result.sharing_pairs} pairs of streams that do by any "
-        f"sign, {result.asymmetric_pairs} do in one direction only and {result.nontransitive_pairs} contradict the "
-        "other pairs (does another process use the GPU?)",
-        asymmetric_pairs=result.asymmetric_pairs,
-        nontransitive_pairs=result.nontransitive_pairs,
-        sharing_pairs=result.sharing_pairs,
+    reason = (
+        f"{INCONSISTENT}: of {result.sharing_pairs} pairs of streams that do by any sign, {result.asymmetric_pairs} do "
+        f"in one direction only and {result.nontransitive_pairs} contradict the other pairs (does another process use "
+        "the GPU?)"
     )
+    return replace(result, count=None, classes=[], reason=reason)
 
 
 def _waited(row: Row) -> bool:
@@ -235,29 +259,54 @@ def _waited(row: Row) -> bool:
     return own is not None and own >= row.released_ns
 
 
-def _late(rows: Sequence[Row], streams: int) -> NDArray[np.bool_]:
-    """Streams that were held up in most of the rows."""
-    late = np.zeros(streams)
-    for row in rows:
-        late += [ended is not None and ended >= row.released_ns for ended in row.ended_ns]
-    return late > len(rows) / 2
+def _held(controls: Sequence[Row], rows: Sequence[Row]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Streams that were held up in most of the controls and, as the same kernel is waited for, in nearly all rows; and
+    those of which the controls say anything."""
+    without, beside = _share_late(controls), _share_late(rows)
+    return (without > 0.5) & (beside > LEAST_HELD), np.isfinite(without)
 
 
-def _agreed(rows: Sequence[Row], held: NDArray[np.bool_], streams: int) -> Floats:
-    """For each pair of streams the mean of both directions: 1 share a queue, 0 do not, NaN not known. `held` share
-    the queue of the kernel waited for, which holds them up whoever waits."""
+def _share_late(rows: Sequence[Row]) -> Floats:
+    """For each stream the share of rows in which it was held up, of those that know; NaN where none does."""
+    late = np.array([_late(row) for row in rows])
+    known = np.isfinite(late).sum(axis=0)
+    share: Floats = np.where(known > 0, np.nansum(late, axis=0) / np.maximum(known, 1), np.nan)
+    return share
+
+
+def _late(row: Row) -> list[float]:
+    """For each stream 1 if its work ended after the kernel waited for, 0 if before, NaN if that is not known."""
+    return [np.nan if ended is None else float(ended >= row.released_ns) for ended in row.ended_ns]
+
+
+def _votes(rows: Sequence[Row], held: NDArray[np.bool_], streams: int) -> Floats:
+    """For each stream and each other: 1 that work of the other was held up while the stream waited, 0 that it was not,
+    NaN not known. `held` share the queue of the kernel waited for, which holds them up whoever waits: of those, the
+    controls decide."""
     votes = np.full((streams, streams), np.nan)
     for row in rows:
         assert row.stream is not None
-        for other, ended in enumerate(row.ended_ns):
-            if other != row.stream and ended is not None and not held[other]:
-                votes[row.stream, other] = ended >= row.released_ns
-    votes[np.ix_(held, held)] = 1
+        votes[row.stream] = _late(row)
+    votes[np.isfinite(votes).any(axis=1)[:, None] & held[None, :]] = 0
+    np.fill_diagonal(votes, np.nan)
+    return votes
+
+
+def _stalled(votes: Floats) -> NDArray[np.bool_]:
+    """Streams during whose wait others were late that, in their turn, did not hold them up: something held up the
+    whole GPU, or the host, for a moment."""
+    late = votes == 1
+    unconfirmed = (late & (votes.T == 0)).sum(axis=1)
+    stalled: NDArray[np.bool_] = unconfirmed > np.maximum(MOST_UNCONFIRMED * late.sum(axis=1), STALL * len(votes))
+    return stalled
+
+
+def _agreed(votes: Floats) -> Floats:
+    """For each pair of streams the mean of both directions: 1 share a queue, 0 do not, NaN not known."""
     both = np.stack([votes, votes.T])
     known = np.isfinite(both)
     total = np.where(known, both, 0).sum(axis=0)
     agreed: Floats = np.where(known.any(axis=0), total / np.maximum(known.sum(axis=0), 1), np.nan)
-    np.fill_diagonal(agreed, np.nan)
     return agreed
 
 
@@ -274,86 +323,3 @@ def _medians(samples: Sequence[Latency], name: str) -> dict[int, int]:
         streams: statistics.median_low([getattr(sample, name) for sample in samples if sample.streams == streams])
         for streams in sorted({sample.streams for sample in samples})
     }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ArmQueues:
-    """The queues that an arm's context has. `value`: the variable in its environment, None where it is not set."""
-
-    arm: str
-    value: str | None
-    estimate: Estimate
-
-    @property
-    def asked(self) -> int | None:
-        """How many queues the arm asks for; None where the variable is not set, or no number."""
-        text = (self.value or "").strip()
-        return int(text) if text.isdecimal() else None
-
-
-def took_effect(arms: Sequence[ArmQueues]) -> bool | None:
-    """Whether the contexts of two arms differ in their queues beyond the intervals; None with fewer than two known."""
-    known = [arm.estimate for arm in arms if arm.estimate.count is not None]
-    if len(known) < 2:
-        return None
-    return any(_more(one, other) for one in known for other in known)
-
-
-def _more(one: Estimate, other: Estimate) -> bool:
-    """Whether `one` has more queues, beyond both intervals."""
-    if one.low is None or other.high is None or other.at_least:
-        return False
-    return one.low > other.high
-
-
-def findings(arms: Sequence[ArmQueues], default: str | None) -> list[str]:
-    """What the arms' queues mean, in words: whether each got what it asked for, whether more asked for gives more, and
-    which arms are alike. `default`: what an unset variable is documented to mean."""
-    known = [arm for arm in arms if arm.estimate.count is not None]
-    lines = [f"{arm.arm}: {arm.estimate.words()}" for arm in arms]
-    for arm in known:
-        if arm.value is None:
-            if default and default.isdecimal() and not _gives(arm.estimate, int(default)):
-                lines.append(f"{arm.arm}: not the documented default of {default}: {arm.estimate.words()}")
-        elif arm.asked is None:
-            lines.append(f"{arm.arm} is no number of queues")
-        elif not _gives(arm.estimate, arm.asked):
-            lines.append(f"asked for {arm.asked}, this context has {arm.estimate.count}")
-    by_asked = sorted((arm for arm in known if arm.asked is not None), key=lambda arm: arm.asked or 0)
-    lines += [
-        f"{more.arm} asks for more than {fewer.arm} and has fewer: {more.estimate.count} against {fewer.estimate.count}"
-        for fewer, more in pairwise(by_asked)
-        if fewer.asked != more.asked and _more(fewer.estimate, more.estimate)
-    ]
-    lines += [line for line in [_alike(known), _effect(known)] if line]
-    return lines
-
-
-def _gives(found: Estimate, asked: int) -> bool:
-    """Whether `asked` is within what was found."""
-    if found.low is None or found.high is None:
-        return False
-    return found.low <= asked and (asked <= found.high or found.at_least)
-
-
-def _alike(known: Sequence[ArmQueues]) -> str | None:
-    groups: dict[int | None, list[str]] = {}
-    for arm in known:
-        if not arm.estimate.at_least:
-            groups.setdefault(arm.estimate.count, []).append(arm.arm)
-    alike = [
-        f"{', '.join(names)} ({counted(count or 0, 'queue')})" for count, names in groups.items() if len(names) > 1
-    ]
-    return (
-        f"alike in their queues, so that no trial can tell them apart by these: {'; '.join(alike)}" if alike else None
-    )
-
-
-def _effect(known: Sequence[ArmQueues]) -> str | None:
-    effect = took_effect(known)
-    if effect is None:
-        return None
-    numbers = sorted(arm.estimate.count or 0 for arm in known)
-    if effect:
-        return f"the setting took effect: contexts have from {numbers[0]} to {counted(numbers[-1], 'queue')}"
-    return "the arms' contexts do not differ in their queues: the setting has no effect here"

@@ -26,7 +26,7 @@ from harness.worker import die_with_parent
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 NON_BLOCKING = 1  # cuda.h: CU_STREAM_NON_BLOCKING, no implicit order with the default stream
-CONTROLS = 3
+CONTROLS = 5
 # What others wait for must last longer than launching all of them takes, several times, since a busy host may stall.
 SLEEP_NS, LAUNCHES, LONGEST_SLEEP_NS = 3_000_000, 4, 50_000_000
 # The simple form: the waited-for kernel and the independent work, as DESIGN's figures were measured.

@@ -1,0 +1,93 @@
+"""What the queues of an experiment's arms mean: did each get what it asked for, and do the arms differ at all?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from harness.text import counted
+from probes.queues import Estimate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmQueues:
+    """The queues that an arm's context has. `value`: the variable in its environment, None where it is not set."""
+
+    arm: str
+    value: str | None
+    estimate: Estimate
+
+    @property
+    def asked(self) -> int | None:
+        """How many queues the arm asks for; None where the variable is not set, or no number."""
+        text = (self.value or "").strip()
+        return int(text) if text.isdecimal() else None
+
+
+def took_effect(arms: Sequence[ArmQueues]) -> bool | None:
+    """Whether the contexts of two arms differ in their queues beyond the intervals; None with fewer than two known."""
+    known = [arm.estimate for arm in arms if arm.estimate.count is not None]
+    if len(known) < 2:
+        return None
+    return any(_more(one, other) for one in known for other in known)
+
+
+def _more(one: Estimate, other: Estimate) -> bool:
+    """Whether `one` has more queues, beyond both intervals."""
+    if one.low is None or other.high is None or other.at_least:
+        return False
+    return one.low > other.high
+
+
+def findings(arms: Sequence[ArmQueues], default: str | None) -> list[str]:
+    """What the arms' queues mean, in words: whether each got what it asked for, whether more asked for gives more, and
+    which arms are alike. `default`: what an unset variable is documented to mean."""
+    known = [arm for arm in arms if arm.estimate.count is not None]
+    lines = [f"{arm.arm}: {arm.estimate.words()}" for arm in arms]
+    for arm in known:
+        if arm.value is None:
+            if default and default.isdecimal() and not _gives(arm.estimate, int(default)):
+                lines.append(f"{arm.arm}: not the documented default of {default}: {arm.estimate.words()}")
+        elif arm.asked is None:
+            lines.append(f"{arm.arm} is no number of queues")
+        elif not _gives(arm.estimate, arm.asked):
+            lines.append(f"asked for {arm.asked}, this context has {arm.estimate.count}")
+    by_asked = sorted((arm for arm in known if arm.asked is not None), key=lambda arm: arm.asked or 0)
+    lines += [
+        f"{more.arm} asks for more than {fewer.arm} and has fewer: {more.estimate.count} against {fewer.estimate.count}"
+        for fewer, more in pairwise(by_asked)
+        if fewer.asked != more.asked and _more(fewer.estimate, more.estimate)
+    ]
+    lines += [line for line in [_alike(known), _effect(known)] if line]
+    return lines
+
+
+def _gives(found: Estimate, asked: int) -> bool:
+    """Whether `asked` is within what was found."""
+    if found.low is None or found.high is None:
+        return False
+    return found.low <= asked and (asked <= found.high or found.at_least)
+
+
+def _alike(known: Sequence[ArmQueues]) -> str | None:
+    groups: dict[int | None, list[str]] = {}
+    for arm in known:
+        if not arm.estimate.at_least:
+            groups.setdefault(arm.estimate.count, []).append(arm.arm)
+    alike = [
+        f"{', '.join(names)} ({counted(count or 0, 'queue')})" for count, names in groups.items() if len(names) > 1
+    ]
+    return (
+        f"alike in their queues, so that no trial can tell them apart by these: {'; '.join(alike)}" if alike else None
+    )
+
+
+def _effect(known: Sequence[ArmQueues]) -> str | None:
+    effect = took_effect(known)
+    if effect is None:
+        return None
+    numbers = sorted(arm.estimate.count or 0 for arm in known)
+    if effect:
+        return f"the setting took effect: contexts have from {numbers[0]} to {counted(numbers[-1], 'queue')}"
+    return "the arms' contexts do not differ in their queues: the setting has no effect here"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +13,24 @@ from harness.config import Trainer, to_json, with_overrides
 from harness.doctor.checks import libraries
 from harness.doctor.facts import gather
 from harness.doctor.modes import find_torch
+from harness.errors import UsageError
+from harness.recording import Mode
 from harness.variables import KNOWN, PREFIXES, Library, examine
 from probes.experiment import Known
-from probes.knobs import Arm, Knob
+from probes.knobs import Arm, Knob, alloc_conf
+
+# One line of JSON for each value on its standard input: null, or what torch has against it.
+ASK_ALLOCATOR = """
+import json, sys, torch
+for value in json.load(sys.stdin):
+    try:
+        torch._C._accelerator_setAllocatorSettings(value)
+        print("null")
+    except (RuntimeError, ValueError) as error:
+        print(json.dumps(str(error).splitlines()[0]))
+"""
+ALLOCATOR_PATIENCE_S = 120
+FSDP_SOURCE = "distributed/fsdp/_fully_shard/_fully_shard.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,56 @@ def without_device(knob: Knob, gpus: int) -> Known | None:
     return None
 
 
+def inactions(arms: Sequence[Arm], knob: Knob, config: Trainer.Config, mode: Mode) -> dict[str, Known]:
+    """The arms after the baseline that set what nothing in this run, or in this torch, acts on."""
+    absent = without_fsdp_method(knob)
+    found = {}
+    for arm in arms[1:]:
+        if inaction := knob.inaction(config, mode, arm):
+            found[arm.name] = Known(inaction.verdict, inaction.reason)
+        elif absent is not None:
+            found[arm.name] = absent
+    return found
+
+
+def without_fsdp_method(knob: Knob) -> Known | None:
+    """What is known of a knob that needs a method which the FSDPModule of the installed torch does not have."""
+    if not knob.fsdp_methods or fsdp_method(knob):
+        return None
+    names = " or ".join(knob.fsdp_methods)
+    return Known("unavailable in this build", f"{knob.name}: this torch's FSDPModule has no {names}")
+
+
+def fsdp_method(knob: Knob) -> str | None:
+    """The method that the trainer will use, None if torch has none of them."""
+    spec = find_torch()
+    if spec is None or spec.origin is None:
+        return None
+    source = (Path(spec.origin).parent / FSDP_SOURCE).read_text()
+    return next((name for name in knob.fsdp_methods if f"def {name}(" in source), None)
+
+
+def require_taken(arms: Sequence[Arm]) -> None:
+    """Raises `UsageError` for allocator options that the installed torch refuses, with its own words: it would do so
+    in every rank, seconds into a trial."""
+    given = {arm.name: value for arm in arms for name in alloc_conf.NAMES if (value := arm.environment.get(name))}
+    if not given:
+        return
+    child = subprocess.run(
+        [sys.executable, "-c", ASK_ALLOCATOR],
+        input=json.dumps(list(given.values())),
+        capture_output=True,
+        text=True,
+        timeout=ALLOCATOR_PATIENCE_S,
+    )
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or ["no word"])[-1]
+        raise UsageError(f"torch cannot be asked about {alloc_conf.VARIABLE}: {last}")
+    for (name, value), line in zip(given.items(), child.stdout.splitlines(), strict=True):
+        if reason := json.loads(line):
+            raise UsageError(f"arm {name}: torch refuses {value!r}: {reason}")
+
+
 def same_settings(arms: Sequence[Arm], knob: Knob, config: Trainer.Config) -> dict[str, Known]:
     """The arms that are the same setting as an earlier one, written in another way.
 
@@ -80,14 +148,16 @@ def same_settings(arms: Sequence[Arm], knob: Knob, config: Trainer.Config) -> di
 
 def _meaning(arm: Arm, knob: Knob, config: Trainer.Config) -> tuple[dict[str, str], str]:
     """The environment under current names without defaults, and the whole configuration."""
-    current = {known.name: known.alias_of for known in KNOWN if known.alias_of}
+    replaced = {known.name: known.alias_of for known in KNOWN if known.alias_of}
     variables: dict[str, str] = {}
-    for name, value in arm.environment.items():
-        if value is not None and not (value == knob.default and current.get(name, name) == knob.variable):
-            if name in current:  # where both are set, the current name wins
-                variables.setdefault(current[name] or name, value)
-            else:
-                variables[name] = value
+    for name in sorted(arm.environment, key=replaced.__contains__):  # where both are set, the current name wins
+        if (value := arm.environment[name]) is not None:
+            variables.setdefault(replaced.get(name) or name, value)
+    own = replaced.get(knob.variable or "") or knob.variable
+    if own in variables:
+        variables[own] = knob.normal(variables[own])
+        if knob.default is not None and variables[own] == knob.normal(knob.default):
+            del variables[own]
     return variables, to_json(with_overrides(config, list(arm.overrides.items())))
 
 

@@ -175,10 +175,16 @@ def plan(args: argparse.Namespace) -> Experiment:
     primary = args.metric or knob.metric
     if mode == "rehearsal" and not COMPARED[primary].is_bytes:
         raise UsageError(f"mode rehearsal shows memory only and {primary} decides: name one in bytes with --metric")
+    if choice.device == "cpu" and primary == "peak_reserved_bytes" and not knob.needs_cuda:
+        raise UsageError(f"mode {mode} has no reserved bytes and {primary} decides: name another with --metric")
     configs = {arm.name: with_overrides(config, list(arm.overrides.items())) for arm in arms}
-    for arm_config in configs.values():
-        arm_config.validate()
-    not_run = {} if args.force else liveness.same_settings(arms, knob, config)
+    idle = liveness.inactions(arms, knob, config, mode)
+    if args.force and idle and not any(arm.environment or arm.overrides for arm in arms):
+        raise UsageError(f"--force: no arm of {knob.name} sets anything: {next(iter(idle.values())).reason}")
+    for name, arm_config in configs.items():
+        if args.force or name not in idle:
+            arm_config.validate()
+    not_run = {} if args.force else liveness.same_settings(arms, knob, config) | idle
     starts: dict[str, Start] = {}
     for arm in arms:
         if arm.name not in not_run:
@@ -278,7 +284,11 @@ def before_trials(experiment: Experiment) -> tuple[Analysis | None, list[str]]:
         notes.append(known.reason)
     if known is None and len(experiment.run_arms) < 2:
         known = next(iter(experiment.not_run.values()))
-        notes += [known.reason for known in experiment.not_run.values()]
+        notes += dict.fromkeys(known.reason for known in experiment.not_run.values())
+    if known is None:
+        liveness.require_taken(experiment.run_arms)
+    if method := liveness.fsdp_method(experiment.knob):
+        notes.append(f"{experiment.knob.name}: by FSDPModule.{method}")
     return None if known is None else without_trials(experiment, known, notes), notes
 
 

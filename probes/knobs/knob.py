@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from harness.compare.difference import OF_EACH_RUN
+from harness.config import Trainer
 from harness.errors import UsageError
 from harness.masking import masked
+from harness.recording import Mode
 from harness.variables import KNOWN
 
 UNSET = "unset"
@@ -17,6 +19,7 @@ UNSET = "unset"
 
 ASSIGNMENT = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OPTION = re.compile(r"[a-z]\w*:")
 
 # torchrun and the launcher set these on every rank, whatever an arm says.
 SET_BY_LAUNCHER = OF_EACH_RUN | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"}
@@ -45,14 +48,27 @@ class Arm:
         return {"name": self.name, "environment": self.environment, "overrides": self.overrides}
 
 
+@dataclass(frozen=True, slots=True)
+class Inaction:
+    """Why a setting changes nothing in a run."""
+
+    verdict: Literal["ignored by this build", "unavailable in this build"]
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knob:
     """Something that can be set before a run: an environment variable, a field of the configuration, or neither (for
     an A/A, whose arms differ in nothing).
 
-    `metric` decides the verdict; `threshold` replaces the metric's usual one. `values` are the arms if none are asked
-    for, the first being the baseline. `default` is what an unset variable means where that is documented. `known` are
-    measured facts. `needs_cuda`: what reads it does not run in mode cpu.
+    `name` is `knob` or `knob.aspect`. `metric` decides the verdict; `threshold` replaces the metric's usual one.
+    `values` are the arms if none are asked for, the first being the baseline. `default` is what an unset variable means
+    where that is documented. `known` are facts. `needs_cuda`: what reads it does not run in mode cpu.
+
+    `template` writes a short value out (`64` as `max_split_size_mb:64`); one that names an option itself stays as it
+    is. `pattern`: what the values of the variable can be, in words `expects`; libraries drop others without a word.
+    `normal` maps values that mean the same to one. `inaction`: why nothing in a run reads what an arm sets.
+    `fsdp_methods`: those of torch's FSDPModule, any one of which does it, best first.
     """
 
     name: str
@@ -66,6 +82,12 @@ class Knob:
     threshold: float | None = None
     known: tuple[str, ...] = ()
     needs_cuda: bool = False
+    template: str | None = None
+    pattern: str | None = None
+    expects: str = ""
+    normal: Callable[[str], str] = str
+    inaction: Callable[[Trainer.Config, Mode, Arm], Inaction | None] = lambda config, mode, arm: None
+    fsdp_methods: tuple[str, ...] = ()
 
     def arms(self, values: Sequence[str] | None = None) -> list[Arm]:
         """The arms that `values` mean, in this order. A value `NAME=VALUE` sets that variable instead of the knob's.
@@ -98,11 +120,18 @@ class Knob:
         if assignment and self.field is None:
             return Arm(name=name, environment={assignment[1]: _checked(assignment[1], assignment[2])}, overrides={})
         if self.variable is not None:
-            given = None if value == UNSET else value
+            given = None if value == UNSET else self._written_out(value)
             return Arm(name=name, environment={self.variable: _checked(self.variable, given)}, overrides={})
         if self.field is not None:
             return Arm(name=name, environment={}, overrides={self.field: value})
         return Arm(name=name, environment={}, overrides={})
+
+    def _written_out(self, value: str) -> str:
+        if self.template is not None and not OPTION.match(value):
+            return self.template.format(value)
+        if self.pattern is not None and not re.fullmatch(self.pattern, value, re.IGNORECASE):
+            raise UsageError(f"probe {self.name}: {value!r} is not {self.expects}, or {UNSET}")
+        return value
 
     def to_json(self) -> dict[str, Any]:
         return {

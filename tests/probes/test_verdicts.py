@@ -184,8 +184,9 @@ def test_variable_that_the_build_ignores_is_said_with_the_library_s_own_sentence
 
 
 def test_same_setting_written_in_another_way_is_recognised():
-    def found(knob: str, *values: str) -> dict[str, str]:
-        known = same_settings(KNOBS[knob].arms(values), KNOBS[knob], config)
+    def found(name: str, *values: str) -> dict[str, str]:
+        knob, _ = find_knob(name)
+        known = same_settings(knob.arms(values), knob, config)
         return {arm: item.reason for arm, item in known.items()}
 
     config = experiment_config()
@@ -263,5 +264,5 @@ def test_list_names_every_knob_and_what_decides(capsys):
         assert f"{knob.name}: " in text
         assert knob.hypothesis in text
         assert knob.metric in COMPARED
-    assert liveness.is_examined(KNOBS["alloc_conf"].arms())
+    assert liveness.is_examined(find_knob("alloc_conf")[0].arms())
     assert not liveness.is_examined(KNOBS["threads"].arms())

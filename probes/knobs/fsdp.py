@@ -1,0 +1,77 @@
+"""How FSDP2 keeps, gathers and reduces: fields of the configuration, on any device."""
+
+from harness.config import Trainer
+from harness.recording import Mode
+from probes.knobs.knob import Arm, Inaction, Knob
+
+
+def not_sharded(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
+    if config.dp_shard == 1:
+        return Inaction(
+            "unavailable in this build",
+            "nothing is gathered or scattered with parallelism.dp_shard=1: shard over two ranks or more",
+        )
+    return None
+
+
+KNOBS = (
+    Knob(
+        name="fsdp.reshard",
+        hypothesis="keeping parameters gathered until backward saves the second all-gather and costs the memory of the "
+        "whole gathered model",
+        acts_on="FSDP2, any device; dp_shard of 2 or more",
+        metric="step_wall_ns",
+        field="parallelism.reshard_after_forward",
+        values=("default", "always", "never"),
+        inaction=not_sharded,
+        known=("torch's own default keeps the last unit gathered, which backward needs first",),
+    ),
+    Knob(
+        name="fsdp.prefetch",
+        hypothesis="units gathered further ahead hide all-gathers that take longer than the computation of one unit, "
+        "and each costs the memory of a gathered unit",
+        acts_on="FSDP2, any device; dp_shard of 2 or more; with reshard never in forward only",
+        metric="step_wall_ns",
+        field="parallelism.fsdp_prefetch",
+        values=("default", "0", "1", "2"),
+        inaction=not_sharded,
+        fsdp_methods=("set_modules_to_forward_prefetch",),
+        known=(
+            "default gathers one unit ahead in backward; in forward the host issues the next all-gather as soon as it "
+            "gets there, which is early unless the host is what the step waits for",
+            "1 differs from default in forward alone: its all-gather is issued before the computation of the unit",
+        ),
+    ),
+    Knob(
+        name="fsdp.async_unshard",
+        hypothesis="gathered parameters in memory of the compute stream are reused at once, so that fewer bytes are "
+        "reserved; without explicit prefetch forward waits for every all-gather",
+        acts_on="FSDP2, dp_shard of 2 or more; on CPUs too, which have no reserved bytes: name another --metric there",
+        metric="peak_reserved_bytes",
+        field="parallelism.fsdp_async_unshard",
+        values=("false", "true"),
+        inaction=not_sharded,
+        fsdp_methods=("_set_unshard_async_op",),
+        known=(
+            "compare with --parallelism.fsdp_prefetch 1 in both arms to see the memory without the lost overlap",
+            "its all-gathers run on the process group's stream: nccl.high_priority acts on them",
+        ),
+    ),
+    Knob(
+        name="fsdp.reduce_scatter_group",
+        hypothesis="one NCCL communicator does one collective at a time, so that in backward all-gathers wait for "
+        "reduce-scatters; with a communicator for each they overlap, if the links have bandwidth left",
+        acts_on="FSDP2, dp_shard of 2 or more; torch 2.13 has it, earlier torch by a collective of our own; on gloo "
+        "nothing overlaps anyway",
+        metric="step_wall_ns",
+        field="parallelism.fsdp_reduce_scatter_group",
+        values=("shared", "separate"),
+        inaction=not_sharded,
+        fsdp_methods=("set_separate_reduce_scatter_group", "set_custom_reduce_scatter"),
+        known=(
+            "pytorch#186335",
+            "traces show the second group as fsdp_reduce_scatter and count it to dp_shard: same number of collectives, "
+            "same bytes, same allocated memory; a communicator more takes memory that no allocator sees",
+        ),
+    ),
+)

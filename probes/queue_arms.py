@@ -59,7 +59,8 @@ class QueueStudy:
     @property
     def notes(self) -> list[str]:
         """For the verdict on the trials: the findings, and what they were measured on."""
-        return [*(f"hardware queues: {line}" for line in self.findings), f"hardware queues: {self._how()}"]
+        lines = [*queue_findings.counts(self.arms), *self.findings, self._how()]
+        return [f"hardware queues: {line}" for line in lines]
 
     @property
     def counted(self) -> bool:
@@ -100,7 +101,7 @@ class QueueStudy:
                 _sizes(arm.estimate.class_sizes),
                 _contradicting(arm.estimate),
                 *(_latency(arm.estimate, streams) for streams in (4, 12)),
-                str(arm.estimate.delayed_from or "none"),
+                _held_up(arm.estimate),
                 "n/a" if (seconds := self.seconds.get(arm.arm)) is None else f"{seconds:.1f} s",
             ]
             for arm in self.arms
@@ -153,6 +154,10 @@ def _contradicting(found: queues.Estimate) -> str:
 
 def _latency(found: queues.Estimate, streams: int) -> str:
     return milliseconds(found.latency_ns.get(streams))
+
+
+def _held_up(found: queues.Estimate) -> str:
+    return str(found.delayed_from) if found.delayed_from else "none" if found.latency_ns else "n/a"
 
 
 def of_experiment(experiment: Experiment) -> bool:

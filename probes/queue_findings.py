@@ -40,11 +40,16 @@ def _more(one: Estimate, other: Estimate) -> bool:
     return one.low > other.high
 
 
+def counts(arms: Sequence[ArmQueues]) -> list[str]:
+    """How many queues each arm has."""
+    return [f"{arm.arm}: {arm.estimate.words()}" for arm in arms if arm.estimate.count is not None]
+
+
 def findings(arms: Sequence[ArmQueues], default: str | None) -> list[str]:
-    """What the arms' queues mean, in words: whether each got what it asked for, whether more asked for gives more, and
-    which arms are alike. `default`: what an unset variable is documented to mean."""
+    """What the arms' queues mean, in words: whether each has a number and got what it asked for, whether more asked for
+    gives more, and which arms are alike. `default`: what an unset variable is documented to mean."""
     known = [arm for arm in arms if arm.estimate.count is not None]
-    lines = [f"{arm.arm}: {arm.estimate.words()}" for arm in arms]
+    lines = [f"{arm.arm}: {arm.estimate.words()}" for arm in arms if arm not in known]
     for arm in known:
         if arm.value is None:
             if default and default.isdecimal() and not _gives(arm.estimate, int(default)):
@@ -79,7 +84,7 @@ def _alike(known: Sequence[ArmQueues]) -> str | None:
         f"{', '.join(names)} ({counted(count or 0, 'queue')})" for count, names in groups.items() if len(names) > 1
     ]
     return (
-        f"alike in their queues, so that no trial can tell them apart by these: {'; '.join(alike)}" if alike else None
+        f"alike in their queues, so that these make no difference between them: {'; '.join(alike)}" if alike else None
     )
 
 

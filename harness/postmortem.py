@@ -6,7 +6,9 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from harness import recording
 from harness.worker import EXIT_TERMINATED
@@ -45,7 +47,7 @@ def failure_of_torchrun(directory: Path, exit_code: int) -> str | None:
         if document.get("end_state") == "failed" and rank not in ended_by_torchrun
     }
     if failed:
-        first = min(failed, key=lambda rank: failed[rank].get("ended_unix_ns") or sys.maxsize)
+        first = min(failed, key=lambda rank: _failed_ns(failed[rank]))
         return f"rank {first}: {failed[first].get('exception')}"
     fold_logs(directory)
     for rank, (code, _) in exit_codes.items():
@@ -67,6 +69,12 @@ def failure_of_rehearsal(directory: Path, rank: int, world_size: int, exit_code:
         return f"{who} does not fit: {line}" if OUT_OF_MEMORY.search(line) else f"{who}: {line}"
     log = recording.log_path(directory, rank)
     return f"{who} exited with {exit_code}: {_last_line(log if log.exists() else directory / 'logs' / 'launcher.log')}"
+
+
+def _failed_ns(document: Mapping[str, Any]) -> int:
+    """When a rank failed: before it wrote what it had recorded, which may take it longer than a peer to give up."""
+    when = document.get("failed_unix_ns") or document.get("ended_unix_ns")
+    return when if isinstance(when, int) else sys.maxsize
 
 
 def _killed(exit_code: int) -> str:

@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,8 @@ def _failure_recorder(
             known = {"rank": rank, "pid": os.getpid()}
         if known.get("end_state") is None:
             line = str(error) if isinstance(error, MeshscopeError) else exception_line(error)
-            recording.write_json(path, {**known, "end_state": "failed", "exception": line})
+            failed = {"end_state": "failed", "exception": line, "failed_unix_ns": time.time_ns()}
+            recording.write_json(path, {**known, **failed})
         sys.stdout.flush()
         os._exit(1)  # tearing down a process group whose peers wait in a collective can hang
 

@@ -1,7 +1,10 @@
-"""A rank without torch whose steps take as long, and end, as PROBED says: what an arm of an experiment does to it."""
+"""A rank without torch whose steps take as long, and end, as PROBED says: what an arm of an experiment does to it.
+In arms that end in a collective ranks are real ones over gloo, of which the first waits for the second.
+"""
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,6 +31,19 @@ if probed == "raises" and rank == 1:
     raise ValueError("no such algorithm")
 if probed == "waits" and trial == 1 and not (directory.parent.parent / "go").exists():
     time.sleep(600)
+if probed in ("stops in a collective", "is killed in a collective", "runs out of memory in a collective"):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(8))
+    if rank == 1 and probed.startswith("stops"):
+        time.sleep(600)
+    if rank == 1 and probed.startswith("is killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        torch.empty(2**60, dtype=torch.uint8)
+    dist.all_reduce(torch.ones(8))
 
 path = recording.steps_path(directory, rank)
 path.parent.mkdir(parents=True, exist_ok=True)

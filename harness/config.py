@@ -123,6 +123,19 @@ class Parallelism:
         """Redistributions of tensor parallelism are waited for where their result is used, not where they start."""
 
 
+class ActivationCheckpoint:
+    """What a layer keeps of its forward; backward computes the rest again (arXiv 1604.06174)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+        """`none`: all that backward needs. `full`: the layer's input. `selective`: the input, what attention and
+        reduce-scatters return, and every other matrix product. `memory_budget`: what torch.compile chooses; refused
+        without it."""
+        every: int = 1
+        """One layer in so many, the last of each group; the others keep all."""
+
+
 class Optimizer:
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -256,6 +269,7 @@ class Trainer:
         model: Decoder.Config = field(default_factory=Decoder.Config)
         parallelism: Parallelism.Config = field(default_factory=Parallelism.Config)
         pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
+        activation_checkpoint: ActivationCheckpoint.Config = field(default_factory=ActivationCheckpoint.Config)
         training: Training.Config = field(default_factory=Training.Config)
         optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
         data: Data.Config = field(default_factory=Data.Config)

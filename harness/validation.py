@@ -26,7 +26,7 @@ POSITIVE_TRAINING = (
 )
 
 USED_BY: dict[WorkloadName, tuple[str, ...]] = {
-    "training": ("model", "parallelism", "optimizer", "data", "checkpoint"),
+    "training": ("model", "parallelism", "activation_checkpoint", "optimizer", "data", "checkpoint"),
     "collectives": ("collectives",),
     "point_to_point": ("point_to_point",),
 }
@@ -47,6 +47,7 @@ def validate(config: Trainer.Config) -> None:
         },
         **{f"parallelism.{n}": getattr(layout, n) for n in ("dp_replicate", "cp", "tp", "pp")},
         **{f"training.{n}": getattr(training, n) for n in POSITIVE_TRAINING},
+        "activation_checkpoint.every": config.activation_checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
         "recorder.max_history_entries": config.recorder.max_history_entries,
     }
@@ -75,6 +76,7 @@ def validate(config: Trainer.Config) -> None:
 
     _require_an_effect(config)
     require_pipeline(config)
+    _require_checkpointing(config)
     tp = layout.tp
     _require(
         model.dim % model.n_heads == 0,
@@ -149,6 +151,26 @@ def _require_an_effect(config: Trainer.Config) -> None:
             f"parallelism.{name}={value} has no effect with parallelism.{axis}={degree}, which has nothing to "
             f"communicate: leave it at {default}, or raise {axis}",
         )
+
+
+def _require_checkpointing(config: Trainer.Config) -> None:
+    mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.every
+    _require(
+        mode != "memory_budget",
+        "activation_checkpoint.mode=memory_budget: torch.compile keeps to a budget, and this version does not compile "
+        "layers; use full or selective",
+    )
+    _require(
+        every == 1 or mode != "none",
+        f"activation_checkpoint.every={every} has no effect with activation_checkpoint.mode=none: set the mode, or "
+        "leave it at 1",
+    )
+    layers = config.model.n_layers
+    _require(
+        every <= layers,
+        f"activation_checkpoint.every={every}: none of model.n_layers={layers} layers would be the last of so many; "
+        f"use at most {layers}",
+    )
 
 
 def _validate_workload(config: Trainer.Config) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness import config
 from harness.pipeline.plan import plan
 from harness.recording import MODE_VARIABLE, Mode
+from harness.trainer.activation_checkpoint import checkpoint_layers
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.data import build_batches
 from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
@@ -38,8 +39,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer(config.Trainer):
-    """One rank of a run: meta model → its stages → tensor parallel → FSDP2 → materialise → initialise → optimizer →
-    steps.
+    """One rank of a run: meta model → its stages → tensor parallel → activation checkpointing → FSDP2 → materialise →
+    initialise → optimizer → steps.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. With
     MESHSCOPE_MODE=rehearsal it is that rank of a world whose other ranks are not there: every step allocates what it
@@ -129,6 +130,7 @@ class Trainer(config.Trainer):
             model = own_part(model, self.plan, self.mesh.get_local_rank("pp"))
         if self.dims.tp > 1:
             shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel, async_op=layout.tp_async)
+        checkpoint_layers(model, self.config.activation_checkpoint)
         roots = [model]
         if self.plan is not None:
             roots = stage_modules(model, self.plan, self.mesh.get_local_rank("pp"))

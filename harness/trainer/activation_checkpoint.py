@@ -1,0 +1,84 @@
+"""Activation checkpointing: a layer keeps less of its forward, and computes the rest again when backward needs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from harness.config import ActivationCheckpoint
+from harness.trainer.model.decoder import Decoder
+
+RECOMPUTE = "AC::recompute"
+"""Traces have a range of this name, with the layer in brackets, around what is computed again."""
+
+ATTENTION = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Fused kernels; attention that torch composes of plain operators is computed again."""
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def checkpoint_layers(model: Decoder, config: ActivationCheckpoint.Config) -> None:
+    """Makes every `config.every`-th layer keep its input and, if selective, what `_policy` says.
+
+    To be called between tensor parallelism, whose redistributions are part of what a layer computes again, and FSDP2,
+    whose hooks stay outside: parameters are gathered for backward before anything is computed again.
+    """
+    if config.mode == "none":
+        return
+    for name, layer in model.layers.items():
+        if (int(name) + 1) % config.every == 0:
+            _checkpoint(layer, f"{RECOMPUTE} (layers.{name})", selective=config.mode == "selective")
+
+
+def _checkpoint(layer: nn.Module, label: str, *, selective: bool) -> None:
+    """Replaces the layer's own forward, not the layer: names of modules and parameters stay as they are."""
+    compute = layer.forward
+
+    def contexts() -> Contexts:
+        forward, again = (
+            create_selective_checkpoint_contexts(_policy()) if selective else (nullcontext(), nullcontext())
+        )
+        return forward, _labelled(label, again)
+
+    def forward(*args: torch.Tensor) -> Any:
+        # The decoder draws no random numbers. Without an early stop all of a layer is computed again, as in torchtitan.
+        return checkpoint(
+            compute, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, early_stop=False
+        )
+
+    layer.forward = forward
+
+
+@contextmanager
+def _labelled(label: str, again: AbstractContextManager[Any]) -> Iterator[None]:
+    with torch.profiler.record_function(label), again:
+        yield
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """torchtitan's list (torchtitan/distributed/activation_checkpoint.py): what attention and reduce-scatters return,
+    and every other matrix product, beginning with the first."""
+    aten, functional = torch.ops.aten, torch.ops._c10d_functional
+    saved = {getattr(aten, name).default for name in ATTENTION if hasattr(aten, name)}
+    saved.add(functional.reduce_scatter_tensor.default)
+    products: Counter[bool] = Counter()  # torch before 2.13 asks again in backward
+
+    def saves(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = operator in saved
+        if operator is aten.mm.default:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return saves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from harness.errors import InputError
 from harness.recording import Recording, is_recording, read_recording, steps_path
 from harness.sources import Sources, find_sources
 from harness.trace import Capture, analyse_captures, complete, read_captures
+
+Reader = Callable[[Sources], tuple[list[Capture], list[InputError]]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,8 +48,8 @@ class Measured:
         return files + len(self.ranks)
 
 
-def measure(path: Path) -> Measured:
-    """Reads a recording, a folder of traces and snapshots, or one file.
+def measure(path: Path, read: Reader = read_captures) -> Measured:
+    """Reads a recording, a folder of traces and snapshots, or one file; `read` reads the traces.
 
     Raises `InputError` if there is nothing to read; files that cannot be read are in `errors`. A recording in which
     nothing was measured is returned, with its `standing` and an error that says it.
@@ -67,7 +70,7 @@ def measure(path: Path) -> Measured:
         found.ranks = by_rank(recording, found.steps)
     errors = sources.errors
     if sources.traces and found.mode != "rehearsal":  # what they show of communication did not happen
-        found.captures, errors = read_captures(sources)
+        found.captures, errors = read(sources)
     found.errors += errors
     if found.captures:
         found.overlap = found.complete_overlap = analyse_captures(found.captures, errors, sources.mode)

@@ -1,14 +1,17 @@
-"""What the memory at a device's allocated peak consists of, by category or by allocation site."""
+"""What the memory at a device's allocated peak consists of, by category or by allocation site; and what was pending
+when most was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.memory.categories import UNKNOWN, category_of
 from harness.memory.frames import has_python_frames
 from harness.memory.replay import BlockLife, Lives, Timeline, live_at, records_requests
-from harness.memory.snapshot import Device
+from harness.memory.snapshot import Action, Device
 from harness.memory.stacking import block_site
 
 
@@ -35,11 +38,39 @@ def composition_by_site(device: Device, timeline: Timeline, lives: Lives) -> lis
     return _composition(device, timeline, lives, block_site)
 
 
+def pending_by_site(device: Device, timeline: Timeline, lives: Lives) -> tuple[list[Share], int | None]:
+    """What was freed and not reusable yet at the allocation at which most was (`Stacking.max_pending_bytes`), by
+    allocation site, largest first, and the time of that allocation (µs, None without a clock). The shares add up to
+    those bytes; empty where the history does not record free requests or nothing was pending."""
+    history = device.history
+    allocations = np.flatnonzero(np.array(history.action, dtype=np.int8) == Action.ALLOC)
+    if not records_requests(history) or not allocations.size:
+        return [], None
+    pending = (timeline.active - timeline.allocated)[allocations]
+    most = int(pending.max())
+    if most <= 0:
+        return [], None
+    index = int(allocations[pending.argmax()])
+    waiting = [block for block in lives.blocks if _is_pending(block, index)]
+    time_us = None if timeline.time_us is None else int(timeline.time_us[index])
+    return _shares(waiting, block_site, most), time_us
+
+
+def _is_pending(block: BlockLife, index: int) -> bool:
+    if block.requested_at is None:
+        return block.completed_at is not None and block.completed_at > index
+    return block.requested_at <= index and (block.completed_at is None or block.completed_at > index)
+
+
 def _composition(device: Device, timeline: Timeline, lives: Lives, name_of: Callable[[BlockLife], str]) -> list[Share]:
     peak = timeline.peak("allocated")
     live = live_at(lives, peak.index, has_requests=records_requests(device.history))
+    return _shares(live, name_of, peak.bytes)
+
+
+def _shares(live: list[BlockLife], name_of: Callable[[BlockLife], str], expected: int) -> list[Share]:
     totals: dict[str, tuple[int, int]] = {}
-    for name, size in _named(live, name_of, peak.bytes):
+    for name, size in _named(live, name_of, expected):
         blocks, total = totals.get(name, (0, 0))
         totals[name] = (blocks + 1, total + size)
     shares = (Share(name, blocks, total) for name, (blocks, total) in totals.items())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from harness.memory.composition import Share, composition_by_category, composition_by_site
+from harness.memory.composition import Share, composition_by_category, composition_by_site, pending_by_site
 from harness.memory.frames import allocation_site
 from harness.memory.labels import place_blocks
+from harness.memory.ranges import phase_of_range, ranges_of, step_of_range
 from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, history_state, records_requests, replay
 from harness.memory.snapshot import Action, Device
 from harness.memory.stacking import Stacking, measure_stacking
@@ -35,6 +36,8 @@ class DeviceSummary:
     """What is worth keeping of a replayed device once its history, hundreds of bytes an event, is let go.
 
     `holders_known`: the recorder wrote which blocks hold parameters, gradients, optimizer states and buffers.
+    `pending`: what waited for a stream when most did, at `pending_us`. `ranges`: (step's number or phase's name, start,
+    end in µs; end None for one still open) of the named ranges, in order of their starts.
     """
 
     index: int
@@ -43,6 +46,9 @@ class DeviceSummary:
     by_category: list[Share]
     by_site: list[Share]
     holders_known: bool
+    pending: list[Share]
+    pending_us: int | None
+    ranges: list[tuple[int | str, int, int | None]]
 
 
 def analyse_device(device: Device) -> DeviceAnalysis:
@@ -54,11 +60,24 @@ def analyse_device(device: Device) -> DeviceAnalysis:
 
 
 def summarise(item: DeviceAnalysis) -> DeviceSummary:
-    """The curves, the stacking and what the allocated peak consists of (empty without a history)."""
+    """The curves, the stacking and what the allocated peak and most pending consisted of (empty without a history)."""
     device, timeline, lives = item.device, item.timeline, item.lives
     by_category = composition_by_category(device, timeline, lives) if timeline else []
     by_site = composition_by_site(device, timeline, lives) if timeline else []
-    return DeviceSummary(device.index, timeline, item.stacking, by_category, by_site, bool(device.holders))
+    pending, pending_us = pending_by_site(device, timeline, lives) if timeline else ([], None)
+    steps = ranges_of(device.annotations, step_of_range)
+    phases = ranges_of(device.annotations, phase_of_range)
+    return DeviceSummary(
+        index=device.index,
+        timeline=timeline,
+        stacking=item.stacking,
+        by_category=by_category,
+        by_site=by_site,
+        holders_known=bool(device.holders),
+        pending=pending,
+        pending_us=pending_us,
+        ranges=sorted([*steps, *phases], key=lambda found: found[1]),
+    )
 
 
 def device_json(item: DeviceAnalysis) -> dict[str, Any]:

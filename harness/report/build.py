@@ -8,6 +8,7 @@ from typing import Any
 
 from harness import compare
 from harness.compare import Measured, Standing, Value, measure, run_metrics
+from harness.compare.measured import Reader
 from harness.config import Trainer
 from harness.errors import InputError, UsageError
 from harness.ledger import Prediction, predict
@@ -16,7 +17,7 @@ from harness.recording import Recording
 from harness.report.finding import Finding
 from harness.report.findings import find
 from harness.report.over_ranks import by_dimension, mean_parts, step_parts
-from harness.trace import Capture
+from harness.trace import Capture, read_captures
 
 SCHEMA_VERSION = 1
 
@@ -121,9 +122,9 @@ class Report:
         }
 
 
-def build(path: Path) -> Report:
-    """Everything about `path`; raises `InputError` if it holds nothing that can be read."""
-    report = Report(measured=measure(path))
+def build(path: Path, read: Reader = read_captures) -> Report:
+    """Everything about `path`; raises `InputError` if it holds nothing that can be read. `read` reads the traces."""
+    report = Report(measured=measure(path, read))
     recording = report.recording
     if recording is not None:
         report.config = compare.recorded_config(recording)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ CUT = "the capture ended before its last launches ran"
 WORKER_CAPTURE = re.compile(r"^(.+?)\.\d{10,}\.pt\.trace\.json")
 
 Mesh = Mapping[str, Sequence[Sequence[int]]]
+Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 class CollectiveRecord(NamedTuple):
@@ -116,19 +118,35 @@ class Capture:
         return sorted(found, key=lambda record: record.start_ns)
 
 
-def read_captures(sources: Sources) -> tuple[list[Capture], list[InputError]]:
+def read_captures(
+    sources: Sources, *, each: Mapper = map, seen: Callable[[Capture], None] | None = None
+) -> tuple[list[Capture], list[InputError]]:
     """Reads every trace of `sources`: the captures in order of rank and time, and what could not be read or fits
-    nowhere (two files of one rank at the same time)."""
+    nowhere (two files of one rank at the same time).
+
+    `each` may be the `map` of a pool of processes. `seen` is called with each capture as soon as it and those before
+    it in `sources.traces` are read.
+    """
     captures, errors = [], list(sources.errors)
-    for file in sources.traces:
-        try:
-            captures.append(capture_of(file, read_trace(file.path), sources.mesh))
-        except InputError as error:
-            errors.append(error)
+    for one in each(partial(_read_capture, mesh=sources.mesh), sources.traces):
+        if not isinstance(one, Capture):
+            errors.append(InputError(*one))
+            continue
+        captures.append(one)
+        if seen is not None:
+            seen(one)
     captures.sort(key=lambda c: (c.rank is None, c.rank or 0, "" if c.rank is not None else c.worker, c.start_ns))
     errors += order_in_time(captures)
     mark_unfinished(captures, sources)
     return captures, errors
+
+
+def _read_capture(file: SourceFile, mesh: Mesh) -> Capture | tuple[str, str, int | None]:
+    """The capture, or the arguments of the `InputError` that says why there is none."""
+    try:
+        return capture_of(file, read_trace(file.path), mesh)
+    except InputError as error:
+        return str(error.file), error.reason, error.offset
 
 
 def mark_unfinished(captures: Sequence[Capture], sources: Sources) -> None:

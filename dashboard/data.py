@@ -6,12 +6,6 @@ every step of a live run), `measured` to both as `harness.compare` takes them.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +13,16 @@ from typing import Any
 import msgspec
 import streamlit as st
 
-from dashboard import store
+from dashboard import preparing, store
 from dashboard.discover import Run, find_runs, fingerprint, links_out
+from dashboard.preparing import Preparation
 from dashboard.store import Extract
 from harness.compare import Measured, Standing, standing
 from harness.compare.steps import by_rank, by_step
 from harness.errors import InputError
 from harness.recording import Recording, read_recording
 
-PACKAGES = Path(__file__).parents[1]
-
-_preparing: dict[str, threading.Lock] = {}
-_preparing_lock = threading.Lock()
+ASKED_EVERY_S = 0.2
 
 
 @st.cache_data(ttl=3, show_spinner=False)
@@ -50,54 +42,44 @@ def extract(root: Path, run: Run, name: str) -> Extract:
 
 def prepared(root: Path, run: Run) -> str:
     """The folder of a run's extracts, as text."""
-    escaping = links_out(root, run)
-    if escaping:
-        raise InputError(
-            escaping[0], f"is a link that leads out of {root}: start the dashboard with a folder that holds both"
-        )
-    key = fingerprint(run, live=is_live(run))
-    cache = store.default_folder()
-    target = cache / key
-    if not target.is_dir():
-        with _only_once(key), st.spinner(f"Analysing {run.name}", show_time=True):
-            if not target.is_dir():
-                _prepare(run, cache, target)
+    target, under_way = preparation(root, run)
+    if under_way is not None:
+        _wait(run, under_way)
     store.touch(target)
     if (target / store.FAILED).is_file():
         raise InputError(**msgspec.json.decode((target / store.FAILED).read_bytes()))
     return str(target)
 
 
+def preparation(root: Path, run: Run) -> tuple[Path, Preparation | None]:
+    """The folder that a run's extracts are in at the end, and their making, begun now unless it is under way; None
+    once they are on disk. Raises as `extract`."""
+    escaping = links_out(root, run)
+    if escaping:
+        raise InputError(
+            escaping[0], f"is a link that leads out of {root}: start the dashboard with a folder that holds both"
+        )
+    cache, key = store.default_folder(), fingerprint(run, live=is_live(run))
+    return cache / key, preparing.start(run, cache, key)
+
+
+def _wait(run: Run, under_way: Preparation) -> None:
+    """Says how far the analysis is until it is done."""
+    said = st.empty()
+    with st.spinner(f"Analysing {run.name}", show_time=True):
+        while not under_way.done.wait(ASKED_EVERY_S):
+            total = len(under_way.traces())
+            if total > 1:
+                read = len(under_way.lanes())
+                said.progress(read / total, text=f"{read} of {total} traces read, which is needed once")
+    said.empty()
+    if under_way.error is not None:
+        raise InputError(run.path, f"cannot be analysed: {under_way.error}")
+
+
 def is_prepared(run: Run) -> bool:
     """Whether the extracts of a run are on disk, so that asking for one costs nothing."""
     return (store.default_folder() / fingerprint(run, live=is_live(run)) / "report").is_dir()
-
-
-def _prepare(run: Run, cache: Path, target: Path) -> None:
-    folder = store.new_folder(cache)
-    path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "dashboard.prepare", str(run.path), str(folder)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="backslashreplace",
-        check=False,
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise InputError(run.path, f"cannot be analysed: {last}")
-    store.publish(folder, target)
-    store.prune(cache)
-
-
-@contextmanager
-def _only_once(key: str) -> Iterator[None]:
-    with _preparing_lock:
-        lock = _preparing.setdefault(key, threading.Lock())
-    with lock:
-        yield
 
 
 @st.cache_resource(max_entries=24, show_spinner=False)

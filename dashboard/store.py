@@ -2,6 +2,8 @@
 
     <cache>/<fingerprint>/<extract>/values.json        what is not an array
     <cache>/<fingerprint>/<extract>/<column>.npy       arrays, read as memory maps
+    <cache>/<fingerprint>/traces.json                  the paths of the traces that are read, in their order
+    <cache>/<fingerprint>/lanes/<n>/                   as an extract: `lanes.index.lane_index` of the n-th capture
     <cache>/<fingerprint>/failed.json                  instead, where nothing could be read: the error's JSON
 
 The cache is the user's own, never beside what is read, which may be anybody's; arrays are read without pickle.
@@ -24,6 +26,8 @@ from numpy.typing import NDArray
 CACHE_VARIABLE = "MESHSCOPE_DASHBOARD_CACHE"
 KEPT_BYTES = 4 * 2**30
 FAILED = "failed.json"
+TRACES = "traces.json"
+LANES = "lanes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

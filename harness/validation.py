@@ -132,6 +132,10 @@ def validate(config: Trainer.Config) -> None:
         _require(window.start >= 0 and window.steps >= 0, f"recorder.{name}: start and steps must not be negative")
 
 
+GATHERED_BY_SCHEDULE = ("fsdp_prefetch", "fsdp_async_unshard")
+"""What torch.distributed.pipelining decides itself (schedules.py, UNSHARD)."""
+
+
 def _require_an_effect(config: Trainer.Config) -> None:
     """A setting of communication that the layout does not have would change nothing, silently."""
     layout, usual = config.parallelism, Parallelism.Config()
@@ -150,6 +154,11 @@ def _require_an_effect(config: Trainer.Config) -> None:
             value == default or degree > 1,
             f"parallelism.{name}={value} has no effect with parallelism.{axis}={degree}, which has nothing to "
             f"communicate: leave it at {default}, or raise {axis}",
+        )
+        _require(
+            value == default or layout.pp == 1 or name not in GATHERED_BY_SCHEDULE,
+            f"parallelism.{name}={value} has no effect with parallelism.pp={layout.pp}, whose schedule gathers each "
+            f"stage whole and asynchronously: leave it at {default}",
         )
 
 

@@ -114,7 +114,7 @@ def require_taken(arms: Sequence[Arm]) -> None:
     if not given:
         return
     child = subprocess.run(
-        [sys.executable, "-c", ASK_ALLOCATOR],
+        [sys.executable, "-P", "-c", ASK_ALLOCATOR],
         input=json.dumps(list(given.values())),
         capture_output=True,
         text=True,

@@ -143,6 +143,29 @@ IMPOSSIBLE = [
     ({"world_size": 0}, "world_size=0 must be at least 1"),
     ({"world_size": 2, "parallelism": Parallelism.Config(cp=2)}, "parallelism.cp=2: this version"),
     (
+        {"world_size": 2, "parallelism": Parallelism.Config(dp_shard=2, fsdp_prefetch=-1)},
+        "parallelism.fsdp_prefetch=-1 must be a number of units, 0 or above, or default",
+    ),
+    *(
+        (
+            {"world_size": 2, "parallelism": Parallelism.Config(**{axis: 2, name: value})},
+            f"parallelism.{name}={value} has",
+        )
+        for axis, name, value in (
+            ("tp", "fsdp_prefetch", 0),
+            ("tp", "fsdp_async_unshard", True),
+            ("tp", "fsdp_reduce_scatter_group", "separate"),
+            ("dp_shard", "tp_async", True),
+        )
+    ),
+    *(
+        (
+            {"world_size": 4, "parallelism": Parallelism.Config(dp_shard=2, pp=2, **{name: value})},
+            f"parallelism.{name}={value} has no effect with parallelism.pp=2",
+        )
+        for name, value in (("fsdp_prefetch", 2), ("fsdp_async_unshard", True))
+    ),
+    (
         {"world_size": 3, "parallelism": Parallelism.Config(tp=3)},
         "model.n_heads=8 is not divisible by parallelism.tp=3",
     ),

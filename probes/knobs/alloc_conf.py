@@ -21,12 +21,12 @@ def options(value: str) -> list[str]:
     return sorted(option for option in found if option and option != DEFAULT)
 
 
-def normal(value: str) -> str:
+def _normal(value: str) -> str:
     """One way to write values that mean the same."""
     return ",".join(options(value))
 
 
-def inaction(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
+def _inaction(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
     """The collector runs only if the process has a limit of its own (CUDACachingAllocator.cpp, `malloc`)."""
     value = next((value for name in NAMES if (value := arm.environment.get(name)) is not None), "")
     given = {option.partition(":")[0] for option in options(value)}
@@ -49,8 +49,8 @@ EXPANDABLE_SEGMENTS = Knob(
     template="expandable_segments:{}",
     values=("unset", "True"),
     needs_cuda=True,
-    normal=normal,
-    inaction=inaction,
+    normal=_normal,
+    inaction=_inaction,
     known=(
         "2 H200s, torch 2.11: reserved 25.676 → 24.107 GiB (FSDP2 on 2), 16.41 → 15.816 GiB (TP2); allocated "
         "22.3726 → 22.3668 and 14.4543 → 14.4504 GiB",
@@ -69,8 +69,8 @@ MAX_SPLIT_SIZE = Knob(
     template="max_split_size_mb:{}",
     values=("unset", "64", "256"),
     needs_cuda=True,
-    normal=normal,
-    inaction=inaction,
+    normal=_normal,
+    inaction=_inaction,
     known=("unset splits blocks of any size; 20 is the smallest limit that torch takes",),
 )
 
@@ -85,8 +85,8 @@ GARBAGE_COLLECTION_THRESHOLD = Knob(
     template="garbage_collection_threshold:{},per_process_memory_fraction:0.9",
     values=("per_process_memory_fraction:0.9", "0.6", "0.8"),
     needs_cuda=True,
-    normal=normal,
-    inaction=inaction,
+    normal=_normal,
+    inaction=_inaction,
     known=(
         "without a memory limit nobody looks at the threshold (torch 2.11 to 2.13, CUDACachingAllocator.cpp, malloc)",
         "expandable segments are left out (pytorch#134338)",
@@ -104,8 +104,8 @@ ROUNDUP_POWER2_DIVISIONS = Knob(
     template="roundup_power2_divisions:{}",
     values=("unset", "4", "16"),
     needs_cuda=True,
-    normal=normal,
-    inaction=inaction,
+    normal=_normal,
+    inaction=_inaction,
     known=(
         "this trainer's sizes repeat exactly, so that rounding can only add",
         "a power of two, or one per size as in --arm '[256:1,512:2,>:4]'",

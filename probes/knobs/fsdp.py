@@ -5,7 +5,21 @@ from harness.recording import Mode
 from probes.knobs.knob import Arm, Inaction, Knob
 
 
-def not_sharded(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
+def _staged(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
+    if config.parallelism.pp > 1:
+        return Inaction(
+            "unavailable in this build",
+            f"with parallelism.pp={config.parallelism.pp} the schedule says when a stage is gathered and freed, and "
+            "gathers it whole: set pp to 1",
+        )
+    return None
+
+
+def _gathered_by_schedule(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
+    return _not_sharded(config, mode, arm) or _staged(config, mode, arm)
+
+
+def _not_sharded(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
     if config.dp_shard == 1:
         return Inaction(
             "unavailable in this build",
@@ -19,11 +33,12 @@ KNOBS = (
         name="fsdp.reshard",
         hypothesis="keeping parameters gathered until backward saves the second all-gather and costs the memory of the "
         "whole gathered model",
-        acts_on="FSDP2, any device; dp_shard of 2 or more",
+        acts_on="FSDP2, any device; on a single rank too, where a unit's parameters in the dtype of computation are "
+        "made again instead of gathered",
         metric="step_wall_ns",
         field="parallelism.reshard_after_forward",
         values=("default", "always", "never"),
-        inaction=not_sharded,
+        inaction=_staged,
         known=("torch's own default keeps the last unit gathered, which backward needs first",),
     ),
     Knob(
@@ -34,7 +49,7 @@ KNOBS = (
         metric="step_wall_ns",
         field="parallelism.fsdp_prefetch",
         values=("default", "0", "1", "2"),
-        inaction=not_sharded,
+        inaction=_gathered_by_schedule,
         fsdp_methods=("set_modules_to_forward_prefetch",),
         known=(
             "default gathers one unit ahead in backward; in forward the host issues the next all-gather as soon as it "
@@ -50,7 +65,7 @@ KNOBS = (
         metric="peak_reserved_bytes",
         field="parallelism.fsdp_async_unshard",
         values=("false", "true"),
-        inaction=not_sharded,
+        inaction=_gathered_by_schedule,
         fsdp_methods=("_set_unshard_async_op",),
         known=(
             "compare with --parallelism.fsdp_prefetch 1 in both arms to see the memory without the lost overlap",
@@ -66,7 +81,7 @@ KNOBS = (
         metric="step_wall_ns",
         field="parallelism.fsdp_reduce_scatter_group",
         values=("shared", "separate"),
-        inaction=not_sharded,
+        inaction=_not_sharded,
         fsdp_methods=("set_separate_reduce_scatter_group", "set_custom_reduce_scatter"),
         known=(
             "pytorch#186335",

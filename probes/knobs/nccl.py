@@ -17,7 +17,7 @@ def _choice(element: str) -> str:
     return rf"{one}(?:;{one})*"
 
 
-def nothing_sent(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
+def _nothing_sent(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
     if mode == "rehearsal":
         return Inaction("unavailable in this build", "mode rehearsal sends nothing: its process groups are not NCCL's")
     if config.world_size == 1:
@@ -28,17 +28,17 @@ def nothing_sent(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | Non
 def _no_stream_of_nccl(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
     layout = config.parallelism
     if layout.tp == 1 and layout.pp == 1 and not layout.fsdp_async_unshard:
-        return nothing_sent(config, mode, arm) or Inaction(
+        return _nothing_sent(config, mode, arm) or Inaction(
             "ignored by this build",
             "no collective of this run uses the streams of NCCL's process groups: since torch 2.8 only asynchronous "
             "ones and point-to-point do, and FSDP2 has its own; it takes tp of 2 or more, pp, or "
             "--parallelism.fsdp_async_unshard true",
         )
-    return nothing_sent(config, mode, arm)
+    return _nothing_sent(config, mode, arm)
 
 
 def _nothing_registered(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
-    return nothing_sent(config, mode, arm) or Inaction(
+    return _nothing_sent(config, mode, arm) or Inaction(
         "ignored by this build",
         "1 (efficiency) acts on registered buffers and 2 (zero) on windows of symmetric memory (NCCL's "
         "src/enqueue.cc); this trainer's tensors are neither",
@@ -57,7 +57,7 @@ KNOBS = (
         pattern=CTAS,
         expects="a number of CTAs from 1 to 64",
         needs_cuda=True,
-        inaction=nothing_sent,
+        inaction=_nothing_sent,
         known=("unset: NCCL chooses by topology", "ranks that share a GPU under MPS dead-lock without a cap"),
     ),
     Knob(
@@ -70,7 +70,7 @@ KNOBS = (
         pattern=CTAS,
         expects="a number of CTAs from 1 to 64",
         needs_cuda=True,
-        inaction=nothing_sent,
+        inaction=_nothing_sent,
         known=("unset: NCCL chooses by topology",),
     ),
     Knob(
@@ -102,7 +102,7 @@ KNOBS = (
         expects="0 or 1",
         needs_cuda=True,
         inaction=_no_stream_of_nccl,
-        known=("since torch 2.8 synchronous collectives run on the caller's stream (torch 2.8, ProcessGroupNCCL)",),
+        known=("since torch 2.8 synchronous collectives run on the caller's stream, up to 2.7 all ran on NCCL's own",),
     ),
     Knob(
         name="nccl.p2p",
@@ -116,7 +116,7 @@ KNOBS = (
         pattern="[01]",
         expects="0 or 1",
         needs_cuda=True,
-        inaction=nothing_sent,
+        inaction=_nothing_sent,
         known=("a diagnosis more than a setting: 1 is for machines whose peer access is broken",),
     ),
     Knob(
@@ -131,7 +131,7 @@ KNOBS = (
         "allreduce:tree for one collective)",
         normal=str.lower,
         needs_cuda=True,
-        inaction=nothing_sent,
+        inaction=_nothing_sent,
         known=("one that a collective does not have ends the run with NCCL's error, and the arm with it",),
     ),
     Knob(
@@ -146,7 +146,7 @@ KNOBS = (
         expects="of NCCL's protocols (LL, LL128, Simple; allreduce:ll for one collective)",
         normal=str.lower,
         needs_cuda=True,
-        inaction=nothing_sent,
+        inaction=_nothing_sent,
         known=("NCCL's guide: LL128 forced where the platform does not guarantee its stores can corrupt data",),
     ),
 )

@@ -23,6 +23,7 @@ from probes.reduce import COMPARED
 FSDP2_TP2 = Trainer.Config(world_size=4, parallelism=Parallelism.Config(dp_shard=2, tp=2))
 SINGLE = Trainer.Config(world_size=1, parallelism=Parallelism.Config(dp_shard=1))
 TP4 = Trainer.Config(world_size=4, parallelism=Parallelism.Config(dp_shard=1, tp=4))
+FSDP2_PP2 = Trainer.Config(world_size=4, parallelism=Parallelism.Config(dp_shard=2, pp=2))
 FSDP4 = Trainer.Config(world_size=4, parallelism=Parallelism.Config(dp_shard=4))
 
 
@@ -142,7 +143,8 @@ def known_of(text: str, config: Trainer.Config, mode: str = "real", *values: str
 @pytest.mark.parametrize(
     ("text", "acts_on", "idle_on", "verdict"),
     [
-        ("fsdp.reshard", FSDP4, TP4, "unavailable in this build"),
+        ("fsdp.reshard", SINGLE, FSDP2_PP2, "unavailable in this build"),
+        ("fsdp.prefetch", FSDP4, FSDP2_PP2, "unavailable in this build"),
         ("fsdp.prefetch", FSDP4, SINGLE, "unavailable in this build"),
         ("fsdp.async_unshard", FSDP4, TP4, "unavailable in this build"),
         ("fsdp.reduce_scatter_group", FSDP4, TP4, "unavailable in this build"),
@@ -215,7 +217,7 @@ def test_options_of_a_value_are_told_apart_from_the_commas_of_a_list():
     ("words", "code", "reason"),
     [
         (("tp", "--config", "single"), 5, "nothing is redistributed with parallelism.tp=1"),
-        (("fsdp.prefetch", "--config", "single"), 5, "parallelism.dp_shard=1"),
+        (("prefetch", "--config", "single"), 5, "parallelism.dp_shard=1"),
         (("cuda_graphs", "--config", "single"), 5, "this trainer captures no CUDA graph"),
     ],
 )

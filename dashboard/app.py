@@ -6,12 +6,16 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import streamlit as st
 
 from dashboard import pages, state, states
 from harness.errors import MeshscopeError
+
+# A name of a Material symbol here would be fetched from elsewhere.
+ICON = Path(__file__).parent / "entry" / "icon.svg"
 
 
 @cache
@@ -38,7 +42,7 @@ def name_of(module: ModuleType) -> str:
 
 
 def main() -> None:
-    st.set_page_config(page_title="meshscope", page_icon=":material/monitoring:", layout="wide")
+    st.set_page_config(page_title="meshscope", page_icon=str(ICON), layout="wide")
     modules = page_modules()
     for module in modules:
         state.PAGES[name_of(module)] = st.Page(

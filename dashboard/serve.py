@@ -16,6 +16,7 @@ import streamlit as st
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from dashboard.base import StatesBase
 from dashboard.charts import OKABE_ITO
 from harness.worker import die_with_parent
 
@@ -42,6 +43,10 @@ SETTINGS = {
     "theme.chartCategoricalColors": OKABE_ITO,
     "theme.baseFontSize": 14,
     "theme.baseRadius": "4px",
+    "theme.headingFontSizes": ["1.6rem", "1.2rem", "1.05rem", "1rem", "1rem", "1rem"],
+    "theme.metricValueFontSize": "1.35rem",
+    "theme.paddingTop": "2rem",
+    "theme.sidebar.paddingTop": "0.5rem",
     "theme.light.primaryColor": "#0072B2",
     "theme.dark.primaryColor": "#56B4E9",
 }
@@ -50,7 +55,7 @@ SETTINGS = {
 def main(port: int) -> None:
     # A name that a stranger's page made mean this machine is refused, for every request.
     trusted = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)
-    app = st.App(Path(__file__).parent / "entry" / "script.py", middleware=[trusted])
+    app = st.App(Path(__file__).parent / "entry" / "script.py", middleware=[trusted, Middleware(StatesBase)])
     app.run(config={**SETTINGS, "server.port": port})
 
 

@@ -21,6 +21,10 @@ from harness.errors import InputError
 
 ROOT_VARIABLE = "MESHSCOPE_DASHBOARD_ROOT"
 
+NARROW = 160
+REFUSED = "refused"
+"""Where the session keeps why the run of the URL cannot be shown."""
+
 PAGES: dict[str, Any] = {}
 """Name of a page -> its `st.Page`; filled by `app`."""
 
@@ -40,22 +44,34 @@ def runs() -> list[Run]:
 
 
 def choose_run() -> None:
-    """The sidebar's choice of a run, bound to `?run=`. A name that is not listed but lies in the folder is offered,
-    too; one that cannot be shown is explained by `current`."""
+    """The sidebar's choice of a run, kept in `?run=`. A name that is not listed but lies in the folder is offered, too;
+    one that cannot be shown is explained by `current`.
+
+    Not bound to the URL as a page's own choices are: a widget on all pages and links that name its value double it.
+    """
     names = [run.name for run in runs() if run.kind != "experiment"]
     asked = st.query_params.get("run")
-    st.session_state["_asked"] = asked
+    st.session_state[REFUSED] = None
     if asked is not None and asked not in names:
         try:
             names = [run_at(root(), asked).name, *names]
         except InputError as error:
-            st.session_state["_refused"] = error
-        else:
-            st.session_state.pop("_refused", None)
-    else:
-        st.session_state.pop("_refused", None)
+            st.session_state[REFUSED] = error
+    if asked in names:
+        st.session_state["run"] = asked
     if names:
-        st.selectbox("Recording", names, key="run", bind="query-params", format_func=lambda name: name or ".")
+        label = "Recording"
+        st.selectbox(label, names, key="run", format_func=lambda name: name or ".", on_change=_put_run_in_url)
+
+
+def _put_run_in_url() -> None:
+    st.query_params["run"] = st.session_state["run"]
+
+
+def offered(key: str, names: list[str]) -> list[str]:
+    """`names`, and what the URL names under `key` if it lies in the folder; raises `InputError` if it does not."""
+    asked = st.query_params.get(key)
+    return names if asked is None or asked in names else [run_at(root(), asked).name, *names]
 
 
 def current() -> Run:
@@ -63,7 +79,7 @@ def current() -> Run:
 
     Raises `InputError` if the URL names one that is not in the folder, or there is none.
     """
-    if refused := st.session_state.get("_refused"):
+    if refused := st.session_state[REFUSED]:
         raise refused
     name = st.session_state.get("run")
     if name is None:
@@ -78,14 +94,13 @@ def extract(name: str) -> Extract:
 
 def rank(known: Sequence[int | None], label: str = "Rank") -> int | None:
     """A choice of one of the ranks that there are, bound to `?rank=`."""
-    return st.selectbox(
-        label, known, key="rank", bind="query-params", format_func=lambda rank: "unknown" if rank is None else str(rank)
-    )
+    named = {rank: "unknown" if rank is None else str(rank) for rank in known}
+    return st.selectbox(label, known, key="rank", bind="query-params", format_func=named.__getitem__, width=NARROW)
 
 
 def step(known: Sequence[int], label: str = "Step") -> int | None:
     """A choice of one of the steps that there are, bound to `?step=`."""
-    return st.selectbox(label, known, key="step", bind="query-params")
+    return st.selectbox(label, known, key="step", bind="query-params", width=NARROW)
 
 
 def link(page: str, label: str, *, icon: str | None = None, **state: str | int | None) -> None:

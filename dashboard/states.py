@@ -18,6 +18,30 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+\-.!|~$:&@])", r"\\\1", printable(text))
 
 
+# A sign, a word and a colour: none of them alone.
+STATE_LOOKS: dict[str, tuple[str, Any]] = {
+    "complete": ("✓", "green"),
+    "running": ("▶", "blue"),
+    "planned": ("▷", "blue"),
+    "failed": ("✗", "red"),
+    "invalid": ("✗", "red"),
+    "abandoned": ("✗", "red"),
+    "unreadable": ("✗", "red"),
+    "partial": ("◐", "orange"),
+    "unknown": ("?", "gray"),
+    "files": ("▤", "gray"),
+}
+
+
+def marked(name: str) -> str:
+    """A state as text."""
+    return f"{STATE_LOOKS[name][0]} {name}"
+
+
+def badge(name: str) -> None:
+    st.badge(marked(name), color=STATE_LOOKS[name][1])
+
+
 def empty(what: str, command: str | None = None) -> None:
     """Nothing there yet, and the command that makes it."""
     st.info(escaped(what), icon=":material/info:")

@@ -1,0 +1,130 @@
+"""What a run should hold and send, beside what it did."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import streamlit as st
+
+from dashboard import charts, commands, data, state, states, tables
+from harness.text import in_ranges
+
+TITLE, ICON, ORDER, ABOUT = "Ledger", ":material/receipt_long:", 40, "run"
+
+AGREES = {True: "✓ equal", False: "✗ differs", None: "n/a"}
+
+
+def page() -> None:
+    run = state.current()
+    st.title(f"Ledger: {run.name or run.path.name}")
+    report = data.extract(state.root(), run, "report").values
+    prediction = report["ledger"]
+    if prediction is None:
+        path = shlex.quote(str(run.path))
+        why = (
+            report["not_predicted"] or "The run states no configuration that the ledger knows, so nothing is predicted."
+        )
+        states.empty(
+            f"{why} For a run of another trainer, say which configuration it is:",
+            f"meshscope ledger --module llama3 --config llama3_1b --against {path}",
+        )
+    else:
+        peaks(prediction)
+        lines(prediction)
+    communication(report)
+    commands.show(commands.of_run(run, data.rows(run))[:1])
+
+
+def peaks(prediction: dict[str, Any]) -> None:
+    st.subheader("Allocated peak, from the second step on")
+    headers: dict[str, Any] = {
+        "rank": "rank",
+        "peak_allocated_bytes": "predicted",
+        "measured_peak_allocated_bytes": "measured",
+        "error_pct": st.column_config.Column("error", help="100 · (predicted − measured) / measured"),
+        "at": "predicted at",
+        "resident_bytes": st.column_config.Column("between steps", help="predicted, gradients included"),
+        "first_step_peak_allocated_bytes": "first step",
+    }
+    tables.show(prediction["ranks"], headers, words="Predicted and measured peak of each rank")
+    st.caption(f"Predicted for {prediction['target']}. Reserved bytes and times are not predicted.")
+
+
+def lines(prediction: dict[str, Any]) -> None:
+    """The lines of one kind of rank; ranks that hold the same are chosen together."""
+    alike: dict[int, list[int]] = {}
+    for rank in prediction["ranks"]:
+        alike.setdefault(rank["alike_rank"], []).append(rank["rank"])
+    of_rank = {rank["rank"]: rank for rank in prediction["ranks"]}
+    st.subheader("What it should consist of")
+    chosen = state.rank(list(of_rank)) if len(of_rank) > 1 else next(iter(of_rank))
+    rank = of_rank[chosen if chosen in of_rank else next(iter(of_rank))]
+    same = alike[rank["alike_rank"]]
+    others = f" Predicted alike: ranks {in_ranges(same)}." if len(same) > 1 else ""
+    entries = [entry for entry in rank["entries"] if entry["bytes"]]
+    left, right = st.columns([2, 3], gap="medium")
+    with left:
+        at_peak = {entry["category"]: entry["at_peak_bytes"] for entry in entries if entry["at_peak_bytes"]}
+        charts.show(charts.shares(at_peak), f"Lines at the predicted peak of rank {rank['rank']}")
+    with right:
+        formulas = st.toggle("Formulas", key="formulas", bind="query-params")
+        headers: dict[str, Any] = {
+            "category": "line",
+            "at_peak_bytes": "at the peak",
+            "measured_bytes": "measured",
+            "error_pct": "error",
+            "bytes": st.column_config.Column("at most", help="the most it holds at any time of a step"),
+        }
+        if formulas:
+            headers["formula"] = st.column_config.TextColumn("formula of its most", width="large")
+        if not any(entry["measured_bytes"] is not None for entry in entries):
+            del headers["measured_bytes"], headers["error_pct"]
+        tables.show(entries, headers, words="Lines of the ledger")
+    st.caption(f"Rank {rank['rank']}, peak at {rank['at']}.{others}")
+    if formulas:
+        symbols(rank["quantities"], prediction["quantities"])
+    sums(rank)
+
+
+def symbols(values: dict[str, int], meanings: dict[str, str]) -> None:
+    rows = [{"symbol": name, "value": value, "means": meanings.get(name)} for name, value in values.items()]
+    tables.show(rows, {"symbol": "symbol", "value": "value", "means": "means"}, words="What the formulas' symbols are")
+
+
+def sums(rank: dict[str, Any]) -> None:
+    """Lines that could be measured only together."""
+    if not rank["sums"]:
+        return
+    st.markdown("**Beside what the peak was measured to consist of**")
+    rows = [
+        {**one, "lines": ", ".join(one["lines"]), "measured_as": ", ".join(one["measured_as"])} for one in rank["sums"]
+    ]
+    headers = {"lines": "lines", "predicted_bytes": "predicted", "measured_bytes": "measured", "error_pct": "error"}
+    tables.show(rows, headers | {"measured_as": "measured as"}, words="Sums of lines, predicted and measured")
+
+
+def communication(report: dict[str, Any]) -> None:
+    st.subheader("Collectives of each rank and step")
+    if report["mode"] == "rehearsal":
+        st.caption("A rehearsal does not communicate.")
+    elif not report["communication"]:
+        st.caption("Neither a trace nor a prediction says anything of them.")
+    else:
+        rows = [
+            row
+            | {"agree": AGREES[row["agree"]]}
+            | {"exact_predicted": row["predicted_bytes"], "exact_measured": row["measured_bytes"]}
+            for row in report["communication"]
+        ]
+        headers = {
+            "dimension": "dimension",
+            "kind": "kind",
+            "predicted_count": "predicted",
+            "measured_count": "recorded",
+            "exact_predicted": "predicted bytes",
+            "exact_measured": "recorded bytes",
+            "agree": "",
+        }
+        tables.show(rows, headers, words="Collectives, predicted and recorded")
+        st.caption("Bytes of the full, unsharded side, to the byte. Recorded: what most ranks and traced steps have.")

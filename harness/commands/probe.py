@@ -49,7 +49,7 @@ from probes.experiment import (
     locked,
     with_windows,
 )
-from probes.knobs import KNOBS, Arm, Knob, find_knob, max_connections, split_values
+from probes.knobs import KNOBS, Arm, Knob, aspects, find_knob, max_connections, split_values
 from probes.queue_arms import MOST_ROUNDS, ROUNDS
 from probes.reduce import COMPARED
 from probes.report.reading import is_experiment, read_analysis
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         return count_queues(args)
     experiment = plan(args)
     known, notes = before_trials(experiment)
-    if known is not None and not args.force:
+    if known is not None and (not args.force or len(experiment.run_arms) < 2):
         _print(known, args.json)
         return EXIT_UNAVAILABLE if known.verdict == "unavailable in this build" else EXIT_OK
     experiment = replace(experiment, directory=_folder(args.out, experiment))
@@ -217,6 +217,8 @@ def _knob(args: argparse.Namespace) -> tuple[Knob, list[str] | None]:
     if args.knob is None:
         raise UsageError(f"which knob? {', '.join(KNOBS)}, or NAME=a,b for a variable (--list says more)")
     knob, values = find_knob(args.knob)
+    if len(also := aspects(args.knob)) > 1:
+        _say(f"{args.knob} is {also[0]}; there are also {', '.join(also[1:])}")
     if args.arms or args.arm:
         if values is not None:
             raise UsageError(f"{args.knob} names its arms already: leave out --arms and --arm")

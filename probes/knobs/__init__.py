@@ -23,7 +23,7 @@ from probes.knobs import (
 )
 from probes.knobs.knob import UNSET, Arm, Inaction, Knob, split_values
 
-__all__ = ["KNOBS", "UNSET", "Arm", "Inaction", "Knob", "find_knob", "split_values", "variable_knob"]
+__all__ = ["KNOBS", "UNSET", "Arm", "Inaction", "Knob", "aspects", "find_knob", "split_values", "variable_knob"]
 
 KNOBS: dict[str, Knob] = {
     knob.name: knob
@@ -53,20 +53,25 @@ def find_knob(text: str) -> tuple[Knob, list[str] | None]:
     found = _named()
     if name in found:
         return found[name], None
-    aspects = [each for each in KNOBS if each.startswith(f"{name.partition('.')[0]}.")]
-    close = difflib.get_close_matches(name, aspects or found, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(aspects or KNOBS)}."
+    known = aspects(name.partition(".")[0]) or list(KNOBS)
+    close = difflib.get_close_matches(name, found if len(known) == len(KNOBS) else known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
     raise UsageError(f"no knob {name!r}: {hint} Any variable can be tried as NAME=a,b (unset is a value)")
+
+
+def aspects(name: str) -> list[str]:
+    """The aspects of the knob `name`, the first being what its name alone means; none for a knob without."""
+    return [full for full in KNOBS if full.startswith(f"{name}.")]
 
 
 def _named() -> dict[str, Knob]:
     """Every name that means a knob."""
     found: dict[str, Knob] = {}
-    aspects = [full.partition(".")[2] for full in KNOBS]
+    every = [full.partition(".")[2] for full in KNOBS]
     for full, knob in KNOBS.items():
         group, _, aspect = full.partition(".")
         found.setdefault(group, knob)
-        if aspect and aspects.count(aspect) == 1:
+        if aspect and every.count(aspect) == 1:
             found.setdefault(aspect, knob)
     return found | KNOBS
 

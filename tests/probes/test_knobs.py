@@ -67,6 +67,12 @@ def test_an_unknown_aspect_is_answered_with_those_there_are():
         find_knob("tp.nothing_like_it")
 
 
+def test_a_knob_of_several_aspects_says_which_one_it_means(capsys):
+    probe.plan(arguments("fsdp", "--config", "tiny", "--mode", "cpu"))
+    said = "fsdp is fsdp.reshard; there are also fsdp.prefetch, fsdp.async_unshard, fsdp.reduce_scatter_group"
+    assert said in capsys.readouterr().err
+
+
 def environments(text: str, *values: str) -> list[dict[str, str | None]]:
     return [arm.environment for arm in find_knob(text)[0].arms(values or None)]
 

@@ -19,12 +19,24 @@ from harness.errors import InputError
 from harness.recording import is_recording
 from harness.sources import OWN_FILES, OWN_FOLDERS, UNFINISHED, named_like_input, natural_key
 
+ROOT_VARIABLE = "MESHSCOPE_DASHBOARD_ROOT"
+
 Kind = Literal["recording", "experiment", "folder"]
 
 FOLDERS_SEARCHED = 20_000
 """A dashboard started over a whole disk stops looking here, and says so."""
 DEPTH = 8
 WRITTEN_WHILE_RUNNING = frozenset({"steps", "logs", "ranks"})
+
+
+def root() -> Path:
+    """The folder that is shown, resolved; nothing outside it is."""
+    return _resolved(os.environ.get(ROOT_VARIABLE) or ".")
+
+
+@cache
+def _resolved(folder: str) -> Path:
+    return Path(folder).resolve()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ EXTRACTS = {
     "report": "dashboard.extracts:report",
     "overlap": "dashboard.extracts:overlap",
     "memory": "dashboard.extracts:memory",
+    "timeline": "dashboard.lanes.timeline:memory_timeline",
 }
 
 Extractor = Callable[[Report], Extract]

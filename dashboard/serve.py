@@ -2,7 +2,7 @@
 
     python dashboard/serve.py PORT
 
-`state.ROOT_VARIABLE` and `store.CACHE_VARIABLE` name the folder to show and the one for results. Every setting is
+`discover.ROOT_VARIABLE` and `store.CACHE_VARIABLE` name the folder to show and the one for results. Every setting is
 given here, so no configuration file is needed, and none can open the server to others.
 """
 
@@ -16,6 +16,7 @@ import streamlit as st
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from dashboard import files
 from dashboard.base import StatesBase
 from dashboard.charts import OKABE_ITO
 from harness.worker import die_with_parent
@@ -55,7 +56,11 @@ SETTINGS = {
 def main(port: int) -> None:
     # A name that a stranger's page made mean this machine is refused, for every request.
     trusted = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)
-    app = st.App(Path(__file__).parent / "entry" / "script.py", middleware=[trusted, Middleware(StatesBase)])
+    app = st.App(
+        Path(__file__).parent / "entry" / "script.py",
+        middleware=[trusted, Middleware(StatesBase)],
+        routes=files.routes(),
+    )
     app.run(config={**SETTINGS, "server.port": port})
 
 

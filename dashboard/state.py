@@ -6,20 +6,17 @@ leads elsewhere with `link`, which hands over what it is given.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
 from dashboard import data
-from dashboard.discover import Run, run_at
+from dashboard.discover import Run, root, run_at
 from dashboard.store import Extract
 from harness.errors import InputError
 
-ROOT_VARIABLE = "MESHSCOPE_DASHBOARD_ROOT"
+__all__ = ["PAGES", "choose_run", "current", "extract", "link", "offered", "rank", "root", "runs", "step"]
 
 NARROW = 160
 REFUSED = "refused"
@@ -27,16 +24,6 @@ REFUSED = "refused"
 
 PAGES: dict[str, Any] = {}
 """Name of a page -> its `st.Page`; filled by `app`."""
-
-
-def root() -> Path:
-    """The folder that is shown, resolved; nothing outside it is."""
-    return _resolved(os.environ.get(ROOT_VARIABLE) or ".")
-
-
-@cache
-def _resolved(folder: str) -> Path:
-    return Path(folder).resolve()
 
 
 def runs() -> list[Run]:

@@ -238,5 +238,6 @@ def facts(run: Run, rows: data.Rows | None, report: dict[str, Any]) -> None:
             listed.append(("git", f"{git['sha']}{', modified' if git.get('dirty') else ''}"))
         listed.append(("path", str(run.path)))
     if listed:
-        tables.show([{"what": name, "value": value} for name, value in listed], {"what": "", "value": ""})
+        with st.expander("Configuration and versions"):
+            tables.show([{"what": name, "value": value} for name, value in listed], {"what": "", "value": ""})
     commands.show(commands.of_run(run, rows))

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
 import dashboard
-from dashboard import state, store
+from dashboard import discover, store
 
 SCRIPT = Path(dashboard.__file__).parent / "entry" / "script.py"
 
@@ -40,7 +40,7 @@ def open_page(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> OpenPage:
     st.cache_data.clear()
 
     def opened(root: Path, page: str = "runs", **query: str | list[str]) -> AppTest:
-        monkeypatch.setenv(state.ROOT_VARIABLE, str(root))
+        monkeypatch.setenv(discover.ROOT_VARIABLE, str(root))
         app = AppTest.from_file(str(SCRIPT), default_timeout=60)
         for name, value in query.items():
             app.query_params[name] = value

@@ -66,7 +66,7 @@ def fully_shard_decoder(
 def set_fsdp_communication(model: Decoder, mesh: DeviceMesh, layout: Parallelism.Config) -> None:
     """How far ahead units are gathered, on which stream, and in which process group gradients are reduced.
 
-    `mesh` has an axis `dp_shard`. Every rank of a shard group has to call it.
+    `mesh` is the one of `fully_shard_decoder`. Every rank of a shard group has to call it.
     """
     root = cast(FSDPModule, model)
     if layout.fsdp_prefetch != "default":
@@ -77,7 +77,7 @@ def set_fsdp_communication(model: Decoder, mesh: DeviceMesh, layout: Parallelism
         if hasattr(root, "set_separate_reduce_scatter_group"):
             root.set_separate_reduce_scatter_group()
         else:
-            _set_reduce_scatter_group(model, mesh.get_group("dp_shard"))
+            _set_reduce_scatter_group(model, mesh.get_group(mesh.ndim - 1))
 
 
 def _set_prefetch(model: Decoder, depth: int) -> None:

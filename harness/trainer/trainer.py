@@ -143,7 +143,7 @@ class Trainer(config.Trainer):
                 # The schedule says what is gathered from one micro-batch to the next.
                 policy=layout.reshard_after_forward if self.plan is None else "never",
             )
-            set_fsdp_communication(root, self.mesh, layout)
+            set_fsdp_communication(root, data_mesh(self.mesh), layout)
         model.to_empty(device=self.device)
         model.tie_embeddings()
         initialise(model, training.seed)

@@ -79,7 +79,7 @@ def test_plans_of_all_modes_are_ones_that_can_run(study, tmp_path):
 def test_command_is_ended_at_its_limit(study, tmp_path):
     words = ["run", "--module", "debug", "--config", "single", "--mode", "cpu", "--training.steps", "100000"]
 
-    code = study.command([*words, "--out", str(tmp_path / "run")], tmp_path / "logs" / "run.log", None, 6.0)
+    code = study.command([*words, "--out", str(tmp_path / "run")], tmp_path / "logs" / "run.log", None, 4.0)
 
     assert code is None
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in path.read_bytes()]
@@ -104,15 +104,15 @@ def test_whole_study_and_going_on_with_it(tmp_path):
     }
     (layout,) = found["layouts"]
     recorded = tmp_path / "work" / "fsdp2" / "run"
-    assert (tmp_path / "work" / "fsdp2" / "prediction.json").stat().st_mtime < (
-        recorded / "config.json"
-    ).stat().st_mtime
+    written = (recorded.parent / "prediction.json").stat().st_mtime_ns
+    assert written < (recorded / "config.json").stat().st_mtime_ns
     report = build(recorded)
     assert layout["metrics"] == {name: value.value for name, value in report.metrics.items()}
     assert all(row["agree"] for row in layout["communication"])
     assert [peak["rank"] for peak in layout["peaks"]] == [0, 1]
     assert all(abs(peak["ledger_error_pct"]) < 5 for peak in layout["peaks"]), "gloo may hold what it gathered"
-    assert layout["peaks"][0]["rehearsed_allocated_bytes"] == layout["peaks"][0]["predicted_allocated_bytes"]
+    rehearsed, predicted = (layout["peaks"][0][f"{name}_allocated_bytes"] for name in ("rehearsed", "predicted"))
+    assert rehearsed == pytest.approx(predicted, rel=1e-3)
     (probe,) = found["probes"]
     assert (probe["state"], probe["verdict"]) == ("skipped", None)
     assert "12 trials of about" in probe["reason"]

@@ -80,13 +80,15 @@ def launch(
     grace_s: float = GRACE_S,
     on_step: OnStep | None = None,
     program: Sequence[str] = WORKER,
+    python: str = sys.executable,
 ) -> Status:
     """Runs `config` on `config.world_size` local processes and returns what status.json says at the end.
 
     In mode `rehearsal` it runs the ranks `rehearse` of that world instead, one after the other, and ends with the
     first that fails. `environment` is set on top of what is passed on, `about` goes into the manifest. A run in which
     no rank ends a step for `timeout_s` counts as hung. Ended ranks get `grace_s` after SIGTERM to write what they
-    recorded, then SIGKILL. `program` is what is started on each rank, followed by `directory`.
+    recorded, then SIGKILL. `program` is what is started on each rank, followed by `directory`; `python` the interpreter
+    of torchrun and ranks (`harness.interpreter` says whether it can be).
 
     Raises `UsageError` or `InputError` before anything is started if `config` cannot run, KeyboardInterrupt after
     SIGINT, SIGTERM or SIGHUP to this process, once all ranks have ended and status.json says so.
@@ -98,10 +100,10 @@ def launch(
     overrides = {**(environment or {}), LAUNCH_ID_VARIABLE: launch_id, recording.MODE_VARIABLE: mode}
     if mode == "rehearsal":
         validate_rehearsal(config)
-        children = [_rehearsed(config, rank, directory, program, overrides) for rank in rehearse]
+        children = [_rehearsed(config, rank, directory, [python, *program], overrides) for rank in rehearse]
         about = {"recorded_ranks": list(rehearse), **(about or {})}
     else:
-        children = [_torchrun(config.world_size, directory, program, overrides)]
+        children = [_torchrun(config.world_size, directory, python, program, overrides)]
     _write_plan(config, directory, mode, children[0], about or {})
 
     reason: str | None = "the launcher itself failed"
@@ -164,7 +166,9 @@ def build_environment(processes: int, overrides: Mapping[str, str]) -> dict[str,
     return {**passed, **needed, **overrides}
 
 
-def _torchrun(world_size: int, directory: Path, program: Sequence[str], overrides: Mapping[str, str]) -> Child:
+def _torchrun(
+    world_size: int, directory: Path, python: str, program: Sequence[str], overrides: Mapping[str, str]
+) -> Child:
     options = {
         "--nproc-per-node": str(world_size),
         "--local-addr": "127.0.0.1",  # else the host's name, which need not resolve
@@ -173,7 +177,7 @@ def _torchrun(world_size: int, directory: Path, program: Sequence[str], override
     }
     flat = [word for option in options.items() for word in option]
     return Child(
-        command=[sys.executable, "-m", "torch.distributed.run", "--standalone", *flat, *program, str(directory)],
+        command=[python, "-m", "torch.distributed.run", "--standalone", *flat, *program, str(directory)],
         environment=build_environment(world_size, overrides),
         ranks=range(world_size),
         failure=lambda exit_code: failure_of_torchrun(directory, exit_code),
@@ -181,12 +185,12 @@ def _torchrun(world_size: int, directory: Path, program: Sequence[str], override
 
 
 def _rehearsed(
-    config: Trainer.Config, rank: int, directory: Path, program: Sequence[str], overrides: Mapping[str, str]
+    config: Trainer.Config, rank: int, directory: Path, command: Sequence[str], overrides: Mapping[str, str]
 ) -> Child:
     world_size = config.world_size
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return Child(
-        command=[sys.executable, *program, str(directory)],
+        command=[*command, str(directory)],
         environment=build_environment(1, {**place, **overrides}),
         ranks=[rank],
         failure=lambda exit_code: failure_of_rehearsal(directory, rank, world_size, exit_code),

@@ -141,7 +141,7 @@ class Analysis:
 
 def _settings(experiment: Experiment, arm: str) -> dict[str, Any]:
     found = experiment.arm(arm)
-    return {"environment": found.environment, "overrides": found.overrides}
+    return {name: value for name, value in found.to_json().items() if name != "name"}
 
 
 def without_trials(experiment: Experiment, known: Known, notes: list[str]) -> Analysis:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,7 @@ class _Engine:
                     environment=experiment.environment_of(arm),
                     timeout_s=experiment.timeout_s,
                     program=self.program,
+                    python=arm.python.path if arm.python else sys.executable,
                 )
         finally:
             watch.end()

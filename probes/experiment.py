@@ -105,7 +105,7 @@ class Experiment:
     def is_aa(self) -> bool:
         """Whether all arms that run are one setting."""
         first = self.baseline
-        return all((arm.environment, arm.overrides) == (first.environment, first.overrides) for arm in self.run_arms)
+        return all(arm.setting == first.setting for arm in self.run_arms)
 
     def to_json(self) -> dict[str, Any]:
         """The plan: whatever changes a trial, or the verdict on them, and nothing else."""

@@ -14,6 +14,7 @@ from harness.doctor.checks import libraries
 from harness.doctor.facts import gather
 from harness.doctor.modes import find_torch
 from harness.errors import UsageError
+from harness.interpreter import Interpreter
 from harness.recording import Mode
 from harness.variables import KNOWN, PREFIXES, Library, examine
 from probes.experiment import Known
@@ -138,7 +139,7 @@ def same_settings(arms: Sequence[Arm], knob: Knob, config: Trainer.Config) -> di
         for other in arms[:place]:
             if other.name in found:
                 continue
-            alike = (arm.environment, arm.overrides) == (other.environment, other.overrides)
+            alike = arm.setting == other.setting
             if not alike and _meaning(arm, knob, config) == _meaning(other, knob, config):
                 why = _why(arm, other, knob)
                 found[arm.name] = Known("no difference", f"{arm.name} is the same setting as {other.name}: {why}")
@@ -146,8 +147,8 @@ def same_settings(arms: Sequence[Arm], knob: Knob, config: Trainer.Config) -> di
     return found
 
 
-def _meaning(arm: Arm, knob: Knob, config: Trainer.Config) -> tuple[dict[str, str], str]:
-    """The environment under current names without defaults, and the whole configuration."""
+def _meaning(arm: Arm, knob: Knob, config: Trainer.Config) -> tuple[dict[str, str], str, Interpreter | None]:
+    """The environment under current names without defaults, the whole configuration, and the interpreter."""
     replaced = {known.name: known.alias_of for known in KNOWN if known.alias_of}
     variables: dict[str, str] = {}
     for name in sorted(arm.environment, key=replaced.__contains__):  # where both are set, the current name wins
@@ -158,7 +159,7 @@ def _meaning(arm: Arm, knob: Knob, config: Trainer.Config) -> tuple[dict[str, st
         variables[own] = knob.normal(variables[own])
         if knob.default is not None and variables[own] == knob.normal(knob.default):
             del variables[own]
-    return variables, to_json(with_overrides(config, list(arm.overrides.items())))
+    return variables, to_json(with_overrides(config, list(arm.overrides.items()))), arm.python
 
 
 def _why(arm: Arm, other: Arm, knob: Knob) -> str:

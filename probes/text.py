@@ -117,6 +117,7 @@ def _arms(analysis: Analysis) -> Iterator[str]:
     experiment = analysis.experiment
     variables = list(dict.fromkeys(name for arm in experiment.arms for name in arm.environment))
     fields = list(dict.fromkeys(name for arm in experiment.arms for name in arm.overrides))
+    pythons = ["python"] if any(arm.python for arm in experiment.arms) else []
     set_aside = voided(experiment)
     rows = []
     for arm in experiment.arms:
@@ -130,11 +131,15 @@ def _arms(analysis: Analysis) -> Iterator[str]:
             [arm.name]
             + [UNSET if value is None else value for value in values]
             + [arm.overrides.get(name, "as it is") for name in fields]
+            + [arm.python.words() if arm.python else "this one" for _ in pythons]
             + [runs]
         )
     yield "arms, and all that they differ in"
     yield from table(
-        ["arm", *variables, *fields, "trials"], rows, left=1 + len(variables) + len(fields), last_left=True
+        ["arm", *variables, *fields, *pythons, "trials"],
+        rows,
+        left=1 + len(variables) + len(fields) + len(pythons),
+        last_left=True,
     )
     yield from (f"  void: {item['index']:02d}-{item['arm']}: {item['reason']}" for item in set_aside if item["reason"])
 
@@ -151,6 +156,8 @@ def setting(experiment: Experiment, name: str) -> Iterator[str]:
     arm = experiment.arm(name)
     for variable, value in arm.environment.items():
         yield f"unset {variable}" if value is None else f"export {variable}={shlex.quote(value)}"
+    if arm.python:
+        yield f"{shlex.quote(arm.python.path)} -m harness.cli run"
     if arm.overrides:
         yield " ".join(f"--{field} {shlex.quote(value)}" for field, value in arm.overrides.items())
 
@@ -159,7 +166,7 @@ def knob_list(knobs: Iterable[Knob]) -> str:
     """`meshscope probe --list`."""
     lines = []
     for knob in knobs:
-        what = knob.variable or knob.field or "nothing"
+        what = " or ".join(filter(None, (knob.variable, knob.field))) or "nothing"
         lines += [
             f"{knob.name}: {what}, arms {', '.join(knob.values)}, decided by {knob.metric}",
             f"  {knob.hypothesis}",

@@ -31,6 +31,7 @@ INTERRUPTED = ("interrupted by ", "the launcher itself failed")
 # A launch makes these anew; they lead to the same server.
 OF_EACH_LAUNCH = OF_EACH_RUN | {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
 SAME_VERSIONS = ("torch", "cuda", "nccl", "driver", "python")
+OF_AN_INTERPRETER = ("torch", "cuda", "nccl", "python")
 
 
 class RefusedError(MeshscopeError):
@@ -107,8 +108,17 @@ def disturbance(experiment: Experiment, trial: Trial, recording: Recording, arou
 
 
 def require_declared(experiment: Experiment, trial: Trial, recording: Recording) -> None:
-    """Raises `RefusedError` unless every rank started with exactly its arm's values of the declared variables."""
+    """Raises `RefusedError` unless every rank started with exactly its arm's values of the declared variables, and ran
+    under its arm's interpreter as that was when it was asked."""
     arm = experiment.arm(trial.arm)
+    versions = recording.manifest.get("versions") or {}
+    if arm.python:
+        for name, wanted in arm.python.versions().items():
+            if versions.get(name) != wanted:
+                raise RefusedError(
+                    f"{recording.directory}: ran with {name} {versions.get(name)}, but {arm.python.path} had {wanted} "
+                    "when the experiment was planned: refused"
+                )
     for rank, document in sorted(recording.ranks.items()):
         found = document.get("environment_before")
         if not isinstance(found, Mapping):
@@ -127,6 +137,8 @@ def require_alike(experiment: Experiment, trial: Trial, mine: Recording, first: 
     a, b = conditions(theirs), conditions(mine)
     declared = {f"environment {name}" for name in experiment.baseline.environment}
     declared |= _config_difference(experiment, trial, first)
+    if experiment.arm(trial.arm).python != experiment.arm(first.arm).python:
+        declared |= {f"versions.{name}" for name in OF_AN_INTERPRETER}
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
     for name in names:
         if name.split(" of rank ")[0] not in declared:

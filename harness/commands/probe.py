@@ -29,6 +29,7 @@ from harness.errors import (
     UnavailableError,
     UsageError,
 )
+from harness.interpreter import examine
 from harness.launch import TIMEOUT_S, WORKER
 from harness.modes import Start, prepare
 from harness.recipes.arguments import add_recipe_arguments, config_from
@@ -68,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser, module="debug", config="tiny")
     parser.add_argument("--arms", metavar="A,B,…", help="values to compare, the first is the baseline")
     parser.add_argument(
-        "--arm", action="append", default=[], metavar="VALUE", help="one arm more; for values that hold a comma"
+        "--arm",
+        action="append",
+        default=[],
+        metavar="VALUE",
+        help="one arm more, its value may hold commas; python=PATH: its ranks run under that interpreter",
     )
     parser.add_argument(
         "--repeats", type=int, default=DEFAULT_PAIRS, metavar="N", help="pairs of trials (default: %(default)s)"
@@ -186,9 +191,11 @@ def plan(args: argparse.Namespace) -> Experiment:
             arm_config.validate()
     not_run = {} if args.force else liveness.same_settings(arms, knob, config) | idle
     starts: dict[str, Start] = {}
-    for arm in arms:
+    for place, arm in enumerate(arms):
         if arm.name not in not_run:
             try:
+                if arm.python is not None:
+                    arms[place] = replace(arm, python=examine(arm.python))
                 starts[arm.name] = _start(arm, configs[arm.name], choice, args)
             except (UsageError, UnavailableError) as error:
                 if not starts:  # the baseline
@@ -282,6 +289,8 @@ def before_trials(experiment: Experiment) -> tuple[Analysis | None, list[str]]:
     notes: list[str] = []
     if liveness.is_examined(experiment.arms):
         known, notes = liveness.dead(experiment.arms, liveness.this_build())
+        if any(arm.overrides or arm.python for arm in experiment.arms):  # they differ in more than variables
+            known = None
     if known is None and (known := liveness.without_device(experiment.knob, experiment.gpus)):
         notes.append(known.reason)
     if known is None and len(experiment.run_arms) < 2:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from harness.compare.difference import OF_EACH_RUN
 from harness.config import Trainer
 from harness.errors import UsageError
+from harness.interpreter import Interpreter, find_interpreter
 from harness.masking import masked
 from harness.recording import Mode
 from harness.variables import KNOWN
@@ -19,6 +20,8 @@ UNSET = "unset"
 
 ASSIGNMENT = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+PYTHON = "python="
+"""Begins a value that names the interpreter of an arm's ranks."""
 OPTION = re.compile(r"[a-z]\w*:")
 
 # torchrun and the launcher set these on every rank, whatever an arm says.
@@ -29,23 +32,31 @@ NEVER_UNSET = frozenset({"OMP_NUM_THREADS", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
     """One setting: `environment` maps a variable to its value, None where it is not set; `overrides` are dotted
-    fields of the configuration with their values. `name` is unique among the arms of an experiment."""
+    fields of the configuration with their values; `python` is another interpreter than this one, with its own torch.
+    `name` is unique among the arms of an experiment."""
 
     name: str
     environment: dict[str, str | None]
     overrides: dict[str, str]
+    python: Interpreter | None = None
 
     @property
     def folder(self) -> str:
         """The name, fit for a folder's."""
         return re.sub(r"[^\w.-]+", "_", self.name)[:60]
 
+    @property
+    def setting(self) -> tuple[dict[str, str | None], dict[str, str], Interpreter | None]:
+        """All that it sets."""
+        return self.environment, self.overrides, self.python
+
     def names(self) -> list[str]:
         """Its variables and older names that mean the same: an arm leaves none of them to the shell."""
         return [*self.environment, *(known.name for known in KNOWN if known.alias_of in self.environment)]
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "environment": self.environment, "overrides": self.overrides}
+        found: dict[str, Any] = {"name": self.name, "environment": self.environment, "overrides": self.overrides}
+        return found if self.python is None else found | {"python": asdict(self.python)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,8 @@ class Knob:
     values: tuple[str, ...]
     variable: str | None = None
     field: str | None = None
+    field_values: tuple[str, ...] = ()
+    """Those of `values` that are the field's, where the knob has a variable, too."""
     default: str | None = None
     threshold: float | None = None
     known: tuple[str, ...] = ()
@@ -90,7 +103,8 @@ class Knob:
     fsdp_methods: tuple[str, ...] = ()
 
     def arms(self, values: Sequence[str] | None = None) -> list[Arm]:
-        """The arms that `values` mean, in this order. A value `NAME=VALUE` sets that variable instead of the knob's.
+        """The arms that `values` mean, in this order. A value `NAME=VALUE` sets that variable instead of the knob's,
+        `python=PATH` is the interpreter that its ranks run under.
 
         Raises `UsageError` for fewer than two, and for what no arm can set.
         """
@@ -107,15 +121,15 @@ class Knob:
             arms.append(self._arm(value, value if count == 1 else f"{value}-{count}"))
         variables = {name for arm in arms for name in arm.environment}
         return [  # what another arm sets is not set in this one
-            Arm(
-                name=arm.name,
-                environment={name: arm.environment.get(name) for name in sorted(variables)},
-                overrides=arm.overrides,
-            )
-            for arm in arms
+            replace(arm, environment={name: arm.environment.get(name) for name in sorted(variables)}) for arm in arms
         ]
 
     def _arm(self, value: str, name: str) -> Arm:
+        if value.startswith(PYTHON):
+            python = find_interpreter(value.removeprefix(PYTHON))
+            return Arm(name=name, environment={}, overrides={}, python=python)
+        if self.field is not None and value in self.field_values:
+            return Arm(name=name, environment={}, overrides={self.field: value})
         assignment = ASSIGNMENT.fullmatch(value)
         if assignment and self.field is None:
             return Arm(name=name, environment={assignment[1]: _checked(assignment[1], assignment[2])}, overrides={})
@@ -140,6 +154,7 @@ class Knob:
             "acts_on": self.acts_on,
             "variable": self.variable,
             "field": self.field,
+            "field_values": list(self.field_values),
             "arms": list(self.values),
             "metric": self.metric,
             "known": list(self.known),

@@ -51,7 +51,8 @@ Object.assign(Timeline.prototype, {
       const found = this.under(event.offsetX, event.offsetY);
       if (found && found.event !== undefined) {
         const { row, event: i } = found;
-        this.emit("selected", { row: row.id, start: row.events.start[i], end: row.events.end[i] });
+        const words = this.words(found);
+        this.emit("selected", { row: row.id, start: row.events.start[i], end: row.events.end[i], words });
       }
     }
   },

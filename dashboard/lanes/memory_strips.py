@@ -1,0 +1,46 @@
+"""Memory of a run's snapshots as strips of a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dashboard.lanes.picture import Shown, Strip
+from dashboard.lanes.source import Moment
+from dashboard.lanes.strip import Curves, curves_of
+from dashboard.store import Extract
+from harness.text import size
+
+
+def curves(extract: Extract, item: dict[str, Any]) -> Curves:
+    return curves_of(item, extract.columns, (item["place"][0], item["place"][1]))
+
+
+def beside(extract: Extract, moment: Moment, shown: Sequence[Shown]) -> list[Strip]:
+    """Strips of the ranks that are shown, where their snapshot's history meets the time of the traces."""
+    groups = {one.index.rank: one.group for one in reversed(shown)}
+    found = []
+    for item in extract.values:
+        if item["rank"] not in groups or not item["clock"] or not moment.common_clock:
+            continue
+        made = curves(extract, item)
+        first, last = int(made.time_ns[0]), int(made.time_ns[-1])
+        if last > moment.origin_ns and first < moment.origin_ns + moment.extent_ns:
+            group = groups[item["rank"]]
+            found.append(
+                Strip(
+                    label=f"{group}: memory",
+                    group=group,
+                    curves=made,
+                    offset_ns=-moment.origin_ns,
+                    height=90,
+                    marks=peak_marks(item),
+                )
+            )
+    return found
+
+
+def peak_marks(item: dict[str, Any]) -> list[tuple[int, int, str]]:
+    """The highest active level, where it was reached within the history."""
+    peak = item["peaks"]["active"]
+    return [] if peak["time_ns"] is None else [(peak["time_ns"], peak["bytes"], f"peak {size(peak['bytes'])} active")]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from harness.ledger.recompute import Frame
 from harness.ledger.tape import Storage, Tape
 
 
@@ -59,9 +60,19 @@ class Graph:
         self.sums_in_place = sums_in_place
         self.recorded = 0
         self.instant: str | None = None
+        self.frame: Frame | None = None
+        """Of the checkpointed region that is being computed."""
 
-    def record(self, inputs: Sequence[Tensor], backward: Backward) -> Node:
+    @property
+    def computes_again(self) -> bool:
+        """This is backward, which computes a checkpointed region again."""
+        return self.frame is not None and self.frame.computes_again
+
+    def record(self, inputs: Sequence[Tensor], backward: Backward, *, saves: bool = True) -> Node:
+        """`saves`: backward needs something of forward, which a checkpointed region does not keep."""
         self.recorded += 1
+        if saves and self.frame is not None:
+            backward = self.frame.record(backward)
         return Node(self.recorded, [x.node for x in inputs], backward, self.instant)
 
     def backward(self, root: Node, gradient: Gradient) -> None:

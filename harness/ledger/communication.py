@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Literal
 
 from harness.config import DTYPE_BYTES, Trainer
-from harness.ledger.layout import copies_of_unit, unit_parameters
+from harness.ledger.layout import checkpointed_layers, copies_of_unit, unit_parameters
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -86,14 +86,21 @@ def _tensor_parallel(config: Trainer.Config) -> Iterator[Collective]:
     activation, layers = tokens * model.dim * element, model.n_layers
     # Two regions a layer; the embedding is only left, the head only entered.
     edges = micro_batches * (4 * layers + 2)
+    # Both regions, entered and left.
+    again = micro_batches * 2 * len(checkpointed_layers(config))
+    keeps_scattered = config.activation_checkpoint.mode == "selective"
     if config.parallelism.sequence_parallel:
         # A region is entered by a gather and left by a scatter; backward mirrors it.
         yield Collective("tp", "all_gather", "activations", edges, edges * activation)
         yield Collective("tp", "reduce_scatter", "activations", edges, edges * activation)
+        yield Collective("tp", "all_gather", "activations computed again", again, again * activation)
+        scattered = 0 if keeps_scattered else again
+        yield Collective("tp", "reduce_scatter", "activations computed again", scattered, scattered * activation)
         norms = micro_batches * (2 * layers + 1)
         yield Collective("tp", "all_reduce", "norm gradients", norms, norms * model.dim * element)
     else:
         # Forward where a region is left, backward where it is entered.
         yield Collective("tp", "all_reduce", "activations", edges, edges * activation)
+        yield Collective("tp", "all_reduce", "activations computed again", again, again * activation)
     sums = 3 * micro_batches
     yield Collective("tp", "all_reduce", "cross-entropy: max, sum, target (float32)", sums, sums * tokens * 4)

@@ -59,6 +59,12 @@ def copies_of_unit(config: Trainer.Config) -> dict[str, int]:
     return {unit: config.model.n_layers if unit == "layer" else 1 for unit in unit_parameters(config)}
 
 
+def checkpointed_layers(config: Trainer.Config) -> range:
+    """Numbers of the layers that compute again what they did not keep."""
+    every, layers = config.activation_checkpoint.every, config.model.n_layers
+    return range(0) if config.activation_checkpoint.mode == "none" else range(every - 1, layers, every)
+
+
 MEANINGS = {
     "T": "tokens of a rank and forward, B·S",
     "B": "sequences of a rank and forward",

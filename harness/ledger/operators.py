@@ -8,9 +8,11 @@ kv width of the keys, H heads, V vocabulary, t tensor-parallel degree; `e` is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from harness.ledger.autograd import Gradient, Graph, Tensor
+from harness.ledger.recompute import Result
 from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
 
@@ -38,6 +40,11 @@ class Operators:
     def gradient(self, coefficient: int, monomial: str, *, is_view: bool = False) -> Gradient:
         return Gradient(self.new(ACTIVATION_GRADIENTS, coefficient, monomial), is_view)
 
+    def kept(self, compute: Callable[[], Result], *, is_product: bool = False) -> Result:
+        """What an operator returns whose result selective checkpointing keeps, where this is such a region."""
+        frame = self.graph.frame
+        return compute() if frame is None else frame.kept(compute, is_product=is_product)
+
     def _cublas(self, thread: str) -> None:
         if self.target == "cuda" and thread not in self.handles:
             self.handles[thread] = self.new("cuBLAS workspaces", CUBLAS_WORKSPACE, "handle")
@@ -52,7 +59,7 @@ class Operators:
         """
         e, (inner, matrix, outer), saved = self.e, shape, x.storage
         self._cublas("forward")
-        out = Tensor(self.new(category, e, outer))
+        out = Tensor(self.kept(lambda: self.new(category, e, outer), is_product=True))
 
         def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient]:
             self._cublas("backward")
@@ -65,7 +72,7 @@ class Operators:
     def add(self, category: str, x: Tensor, branch: Tensor, monomial: str) -> Tensor:
         """The residual: saves nothing, hands its gradient to both sides without a copy."""
         out = Tensor(self.new(category, self.e, monomial))
-        out.node = self.graph.record([x, branch], lambda gradient: [gradient, gradient])
+        out.node = self.graph.record([x, branch], lambda gradient: [gradient, gradient], saves=False)
         return out
 
     # ---------------------------------------------------------------------------------------------- normalisation
@@ -169,8 +176,8 @@ class Operators:
         8·T·d + 4·T·H + 256 at T 16384, d 2048, H 32).
         """
         e = self.e
-        rows = self.new(category, 4, "T·H/t")
-        out = Tensor(self.new(category, e, "T·d/t"))
+        rows, attended = self.kept(lambda: (self.new(category, 4, "T·H/t"), self.new(category, e, "T·d/t")))
+        out = Tensor(attended)
         saved = q.storage, k.storage, v.storage, rows, out.storage
 
         def backward(gradient: Gradient, saved: tuple[Storage, ...] = saved) -> list[Gradient]:
@@ -243,7 +250,7 @@ class Operators:
         """The copy that bringing [batch, heads, seq, head_dim] back to [batch, seq, dim] costs where the kernel's
         output is laid out by heads."""
         out = Tensor(self.new(category, self.e, "T·d/t"))
-        out.node = self.graph.record([x], lambda gradient: [gradient])
+        out.node = self.graph.record([x], lambda gradient: [gradient], saves=False)
         return out
 
     # ---------------------------------------------------------------------------------------------- feed-forward

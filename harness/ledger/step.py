@@ -6,13 +6,15 @@ Reads like the trainer, line by line, because what Python names keep alive is pa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from harness.config import DTYPE_BYTES, Trainer
 from harness.ledger.autograd import Gradient, Tensor
 from harness.ledger.fully_sharded import Sharding, Unit, after, before
-from harness.ledger.layout import quantities, unit_parameters
+from harness.ledger.layout import checkpointed_layers, quantities, unit_parameters
 from harness.ledger.loss import VocabParallelLoss, cross_entropy, vocab_parallel_cross_entropy
 from harness.ledger.operators import LOGITS, Operators, Target
+from harness.ledger.recompute import checkpointed
 from harness.ledger.tape import Storage, Tape
 from harness.ledger.tensor_parallel import Redistribution
 
@@ -70,6 +72,7 @@ class Step:
             Unit(self.sharding, f"layers.{i}", "N_layer", parameters["layer"], reshards=frees)
             for i in range(config.model.n_layers)
         ]
+        self.checkpointed = {f"layers.{i}" for i in checkpointed_layers(config)}
         self.head = Unit(self.sharding, "head", "N_head", parameters["head"], reshards=policy == "always")
         self.embedding = self.head if self.tied else embedding
         self.sharding.set_prefetch(config.parallelism.fsdp_prefetch, first=self.embedding)
@@ -115,7 +118,8 @@ class Step:
     def _instant(self, name: str) -> None:
         """What is allocated from here on, and the backward of what is recorded, belongs to `name`."""
         self.ops.graph.instant = name + self.suffix
-        self.tape.instant(f"forward: {name}{self.suffix}")
+        again = self.ops.graph.computes_again
+        self.tape.instant(f"{'backward' if again else 'forward'}: {name}{', again' if again else ''}{self.suffix}")
 
     def _forward(self) -> Tensor:
         ops, graph, plan = self.ops, self.ops.graph, self.plan
@@ -141,16 +145,25 @@ class Step:
         return logits
 
     def _layer(self, unit: Unit, x: Tensor) -> Tensor:
-        ops, graph, plan = self.ops, self.ops.graph, self.plan
-        weights = unit.tensors()
+        graph, weights = self.ops.graph, unit.tensors()
         self._instant(f"{unit.name} attention")
         x = before(graph, unit, x)
+        if unit.name not in self.checkpointed:
+            return after(graph, unit, self._block(unit.name, weights, x))
+        selective = self.config.activation_checkpoint.mode == "selective"
+        block = partial(self._block, unit.name, weights)
+        return after(graph, unit, checkpointed(graph, block, x, selective=selective))
+
+    def _block(self, name: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        ops, plan = self.ops, self.plan
+        if ops.graph.computes_again:
+            self._instant(f"{name} attention")
         branch = self._attention(ops.rms_norm(NORM, x, weights["attention_norm"], plan.stream, plan.rows), weights)
         x = ops.add(RESIDUAL, x, branch, plan.stream)
         del branch
-        self._instant(f"{unit.name} feed-forward")
+        self._instant(f"{name} feed-forward")
         branch = self._feed_forward(ops.rms_norm(NORM, x, weights["ffn_norm"], plan.stream, plan.rows), weights)
-        return after(graph, unit, ops.add(RESIDUAL, x, branch, plan.stream))
+        return ops.add(RESIDUAL, x, branch, plan.stream)
 
     def _attention(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """`x` stays alive beside what is gathered from it: torch's `_wrapped_call_impl` holds a module's arguments."""
@@ -168,9 +181,11 @@ class Step:
     def _feed_forward(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         ops, plan = self.ops, self.plan
         gathered = plan.enter(x)
-        gate = ops.silu(FEED_FORWARD, ops.linear(FEED_FORWARD, gathered, weights["w1"], ("T·d", "f·d/t", "T·f/t")))
+        shape = ("T·d", "f·d/t", "T·f/t")
         hidden = ops.multiply(
-            FEED_FORWARD, gate, ops.linear(FEED_FORWARD, gathered, weights["w3"], ("T·d", "f·d/t", "T·f/t"))
+            FEED_FORWARD,
+            ops.silu(FEED_FORWARD, ops.linear(FEED_FORWARD, gathered, weights["w1"], shape)),
+            ops.linear(FEED_FORWARD, gathered, weights["w3"], shape),
         )
         return plan.leave(RESIDUAL, ops.linear(RESIDUAL, hidden, weights["w2"], ("T·f/t", "f·d/t", "T·d")))
 

@@ -64,11 +64,17 @@ class Tape:
     def start_step(self) -> None:
         """Forgets instants and peaks, not what is alive."""
         self.instants: list[Instant] = []
+        self.now: Instant | None = None
         self.largest = {category: (size, dict(self.terms_of[category])) for category, size in self.bytes_of.items()}
 
     def instant(self, name: str) -> None:
         """What follows belongs to `name`."""
-        self.instants.append(Instant(name, self.total, dict(self.bytes_of)))
+        self.now = Instant(name, self.total, dict(self.bytes_of))
+        self.instants.append(self.now)
+
+    def resume(self, instant: Instant) -> None:
+        """What follows belongs to `instant` again, which others had interrupted."""
+        self.now = instant
 
     def allocate(self, category: str, size: Size) -> Storage:
         rounded = -(-size.bytes // self.granule) * self.granule
@@ -77,9 +83,8 @@ class Tape:
             self._add(
                 ROUNDING, rounded - size.bytes, f"B: blocks are multiples of {self.granule} B", rounded - size.bytes
             )
-        if self.instants and self.total > self.instants[-1].bytes:
-            now = self.instants[-1]
-            now.bytes, now.categories = self.total, dict(self.bytes_of)
+        if self.now is not None and self.total > self.now.bytes:
+            self.now.bytes, self.now.categories = self.total, dict(self.bytes_of)
         return Storage(self, category, size, rounded)
 
     def forget(self, storage: Storage) -> None:

@@ -47,11 +47,12 @@ class Redistribution:
             return partial
         if not self.sequence_parallel:
             reduced = self._all_reduce(category)
-            return Tensor(reduced, self.ops.graph.record([partial], lambda gradient: [gradient]))
+            return Tensor(reduced, self.ops.graph.record([partial], lambda gradient: [gradient], saves=False))
         return self._through(partial, self._reduce_scatter(category), lambda: self._all_gather(ACTIVATION_GRADIENTS))
 
     def _through(self, x: Tensor, out: Storage, backward: Callable[[], Storage]) -> Tensor:
-        return Tensor(out, self.ops.graph.record([x], lambda gradient: [Gradient(backward(), is_view=True)]))
+        node = self.ops.graph.record([x], lambda gradient: [Gradient(backward(), is_view=True)], saves=False)
+        return Tensor(out, node)
 
     def _all_gather(self, category: str) -> Storage:
         received = self.ops.new(category, self.ops.e, "T·d")
@@ -59,7 +60,7 @@ class Redistribution:
 
     def _reduce_scatter(self, category: str) -> Storage:
         rearranged = self.ops.new(category, self.ops.e, "T·d")
-        reduced = self.ops.new(category, self.ops.e, "T·d/t")
+        reduced = self.ops.kept(lambda: self.ops.new(category, self.ops.e, "T·d/t"))
         del rearranged
         return reduced
 

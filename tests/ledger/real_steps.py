@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from harness.config import Decoder, Parallelism, Recorder, Trainer, Training, field_names
+from harness.config import ActivationCheckpoint, Decoder, Parallelism, Recorder, Trainer, Training, field_names
 from harness.recording import MODE_VARIABLE
 
 from .live import Live
@@ -34,10 +34,12 @@ def layout(
     dp_shard: int, tp: int, *, model: Decoder.Config = MODEL, batch: int = 2, seq_len: int = 64, **options: Any
 ) -> Trainer.Config:
     parallelism = {name: options.pop(name) for name in field_names(Parallelism.Config) if name in options}
+    mode, every = options.pop("checkpointing", "none"), options.pop("every", 1)
     config = Trainer.Config(
         world_size=dp_shard * tp * parallelism.get("dp_replicate", 1),
         model=model,
         parallelism=Parallelism.Config(dp_shard=dp_shard, tp=tp, **parallelism),
+        activation_checkpoint=ActivationCheckpoint.Config(mode=mode, every=every),
         training=Training.Config(micro_batch_size=batch, seq_len=seq_len, device="cpu", **options),
     )
     config.validate()
@@ -108,6 +110,16 @@ CASES = {
     "tp_async": (layout(2, 2, tp_async=True), 0),
     "tp_async_one_sequence": (layout(1, 2, tp_async=True, batch=1, seq_len=256), 0),
     "tp_async_replicated": (layout(2, 2, tp_async=True, sequence_parallel=False), 0),
+    "full": (layout(2, 1, seq_len=256, checkpointing="full"), 0),
+    "full_tp2": (layout(2, 2, seq_len=256, checkpointing="full"), 0),
+    "full_every_second_tp2_replicated": (
+        layout(2, 2, seq_len=256, checkpointing="full", every=2, sequence_parallel=False),
+        0,
+    ),
+    "selective_fp32": (layout(2, 1, seq_len=256, checkpointing="selective", mixed_precision_param="float32"), 0),
+    "selective_tp2": (layout(2, 2, seq_len=256, checkpointing="selective", accumulation_steps=2), 0),
+    "selective_tp2_replicated": (layout(1, 2, seq_len=256, checkpointing="selective", sequence_parallel=False), 0),
+    "selective_tp_async": (layout(2, 2, seq_len=256, checkpointing="selective", tp_async=True), 0),
     "everything": (
         layout(3, 2, dp_replicate=2, accumulation_steps=2, model=WIDE_TIED, seq_len=16, reshard_after_forward="always"),
         11,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.report.drawing import GREY
+from harness.report.drawing import GREY, RED
 from harness.report.legend import line, swatch
 from harness.report.markup import Html, joined, tag
 from probes.report.figures import looks
@@ -18,6 +18,8 @@ MARKS = {
     "P": ("path", {"d": "M8 1 H12 V4 H15 V8 H12 V11 H8 V8 H5 V4 H8 Z"}),
 }
 
+CROSS = tag("path", d="M6 2 L14 10 M6 10 L14 2", stroke=RED, stroke_width="1.6")
+
 
 def arms_legend(arms: Sequence[str]) -> list[Html]:
     found = []
@@ -30,6 +32,7 @@ def arms_legend(arms: Sequence[str]) -> list[Html]:
 
 def differences_legend() -> list[Html]:
     return [
-        line("", "95 % interval, within it the 90 % one of the two one-sided tests"),
+        line("none", "mean with its interval, thick: that of the two one-sided tests"),
         swatch(GREY, "less than matters", opacity=0.3),
+        joined(tag("svg", CROSS, viewBox="0 0 20 12", aria_hidden="true"), "a run that does not count"),
     ]

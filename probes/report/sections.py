@@ -226,7 +226,7 @@ def _one_metric(
             ]
             for pair in item.pairs
         ]
-        caption = f"{metric}, pair by pair"
+        caption = f"{metric}, {item.arm} against {item.baseline}, pair by pair"
         body.append(table(["pair", item.baseline, item.arm, "difference"], listed, caption=caption))
     return body
 

@@ -1,7 +1,7 @@
 """Predicted against measured peaks on H200s, torch 2.11: numbers that ship with the tests.
 
-The CUDA table came from the other trainer's snapshots, so its rows show that the table is right; our own trainer's
-were predicted before they were looked at. The exception is fsdp8_fp32: its attention falls back to plain operators,
+The CUDA table came from the other trainer's snapshots, so its rows show that the table is right; those with activation
+checkpointing (AC) and our own trainer's were predicted before they were looked at. The exception is fsdp8_fp32: its attention falls back to plain operators,
 which no snapshot showed, and two of their temporaries were settled by this row (see `Operators._attention_math`).
 Rows marked `held_out` are of HSDP, tied embeddings, accumulation and deterministic kernels; what was predicted for them
 was kept before the first was measured, and nothing was changed after.
@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from harness.config import Decoder, Parallelism, Trainer, Training, from_dict
+from harness.config import ActivationCheckpoint, Decoder, Parallelism, Trainer, Training, from_dict
 from harness.ledger import Implementation, predict
 from harness.ledger.tape import Instant
 
@@ -75,6 +75,7 @@ class Recorded:
     batch: int
     peak_gib: float
     first_step_gib: float | None = None
+    checkpointing: Literal["none", "full"] = "none"
     tolerance_pct: float = TOLERANCE_PCT
 
     def config(self) -> Trainer.Config:
@@ -84,6 +85,7 @@ class Recorded:
                 vocab_size=self.vocab_size, dim=2048, n_layers=self.n_layers, n_heads=32, n_kv_heads=8, ffn_dim=8192
             ),
             parallelism=Parallelism.Config(dp_shard=self.dp_shard, tp=self.tp),
+            activation_checkpoint=ActivationCheckpoint.Config(mode=self.checkpointing),
             training=Training.Config(micro_batch_size=self.batch, seq_len=self.seq_len),
         )
 
@@ -95,6 +97,14 @@ RECORDED = [
     Recorded("h200_fsdp2_tp2", 2, 2, 8, 32000, 2048, 2, 4.5692),
     Recorded("h200_llama1b_untied_fsdp4_tp2", 4, 2, 16, 128256, 2048, 1, 6.2178, tolerance_pct=0.15),
     Recorded("rehearsed, FSDP4 x TP2, 1B", 4, 2, 16, 128256, 8192, 2, 32.8809, first_step_gib=31.4525),
+    Recorded("h200_fsdp4_ac", 4, 1, 8, 32000, 2048, 2, 3.7763, checkpointing="full"),
+    Recorded(
+        "rehearsed, FSDP4 x TP2, 1B, full AC",
+        *(4, 2, 16, 128256, 8192, 2),
+        20.6143,
+        first_step_gib=19.1859,
+        checkpointing="full",
+    ),
 ]
 
 

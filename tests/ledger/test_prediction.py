@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from math import prod
+from typing import Literal
 
 import pytest
 
@@ -42,6 +43,41 @@ def test_activations_of_a_layer(tp: int, expected: int) -> None:
     4d+(8d+4kv+8f+4H+8)/t (both counted with DTensor and a storage tracker, bfloat16)."""
     more, less = run_of(2, tp, n_layers=5), run_of(2, tp, n_layers=4)
     assert (activation_bytes(more) - activation_bytes(less)) / 2048 == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "tp", "expected"),
+    [("full", 1, 8192), ("full", 2, 4096), ("selective", 1, 63_616), ("selective", 2, 44_096)],
+)
+def test_activations_of_a_checkpointed_layer(mode: Literal["full", "selective"], tp: int, expected: int) -> None:
+    """2d/t, and 8d+2kv+2f+4H with three projections, 2d+(10d+2kv+2f+4H)/t (counted likewise): selective checkpointing
+    keeps the last product too, which no backward needs."""
+    more, less = run_of(2, tp, n_layers=5), run_of(2, tp, n_layers=4)
+    for config in (more, less):
+        config.activation_checkpoint.mode = mode
+    assert (activation_bytes(more) - activation_bytes(less)) / 2048 == expected
+    more.activation_checkpoint.every = 5
+    less.activation_checkpoint.mode = "none"
+    assert (activation_bytes(more) - activation_bytes(less)) / 2048 == expected
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_checkpointed_layers_send_again(mode: Literal["full", "selective"]) -> None:
+    config = run_of(2, 2, n_layers=5)
+    without = {(c.dimension, c.kind): c.count for c in predict(config).communication}
+    config.activation_checkpoint.mode, config.activation_checkpoint.every = mode, 2
+    counts = {(c.dimension, c.kind): c.count for c in predict(config).communication}
+    again = {key: counts[key] - without[key] for key in counts if counts[key] != without[key]}
+    assert (
+        again
+        == {
+            "full": {("tp", "all_gather"): 4, ("tp", "reduce_scatter"): 4},
+            "selective": {("tp", "all_gather"): 4},
+        }[mode]
+    )
+    config.parallelism.sequence_parallel = False
+    replicated = {(c.dimension, c.kind): c.count for c in predict(config).communication}
+    assert replicated["tp", "all_reduce"] == 22 + 3 + 1 + 4
 
 
 def test_resident_bytes_are_16_a_parameter() -> None:
@@ -131,6 +167,7 @@ def several(tp: int) -> Trainer.Config:
     config = run_of(4, tp, n_layers=3)
     config.world_size, config.parallelism.dp_replicate = 8 * tp, 2
     config.model.tied_embeddings, config.training.accumulation_steps = True, 2
+    config.activation_checkpoint.mode, config.activation_checkpoint.every = "selective", 2
     return config
 
 

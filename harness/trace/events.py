@@ -270,7 +270,7 @@ class _Reader:
     def _device_or_annotation(self, event: Event, cat: str) -> None:
         name = event.name or ""
         if cat == "annotation":
-            if name.startswith(("ProfilerStep#", "FSDP::", "comm:", "gloo:")):
+            if name.startswith(("ProfilerStep#", "FSDP::", "AC::", "comm:", "gloo:")):
                 self._annotation(event, name)
             return
         args = event.args or Args()

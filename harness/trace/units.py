@@ -1,4 +1,5 @@
-"""Which FSDP unit a collective belongs to: the innermost `FSDP::… (unit)` range around the call that launched it."""
+"""Which FSDP unit a collective belongs to: the innermost `FSDP::… (unit)` range around the call that launched it, or
+the range in which a checkpointed unit is computed again."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ import numpy as np
 from harness.trace.activity import Activity
 from harness.trace.events import MISSING, Trace
 
-UNIT_RANGE = re.compile(r"^FSDP::(\w+) \((.+)\)$")
+RECOMPUTE = "AC::recompute"
+"""Our trainer's range, with the unit in brackets, around what activation checkpointing computes again."""
+PREFIXES = ("FSDP::", "AC::")
+UNIT_RANGE = re.compile(rf"^(?:FSDP::\w+|{RECOMPUTE}) \((.+)\)$")
 
 
 class Unit(NamedTuple):
-    """An FSDP unit's name as FSDP2 prints it (`layers.3`, `norm, head`), and "forward" or "backward"."""
+    """An FSDP unit's name as FSDP2 prints it (`layers.3`, `norm, head`), and "forward", "backward" or "recompute"."""
 
     unit: str
     phase: str
@@ -32,7 +36,7 @@ def unit_of_each(trace: Trace, activity: Activity) -> dict[int, Unit]:
     threads: dict[int, list[Range]] = {}
     rows = trace.annotations
     for start, dur, thread, name in zip(*(column.tolist() for column in rows), strict=True):
-        if trace.names[name].startswith("FSDP::"):
+        if trace.names[name].startswith(PREFIXES):
             threads.setdefault(thread, []).append(Range(start, start + dur, trace.names[name]))
     nests = {thread: Nest(ranges) for thread, ranges in threads.items()}
     found = {}
@@ -62,4 +66,6 @@ class Nest:
         named = next((match for name in enclosing if (match := UNIT_RANGE.match(name))), None)
         if named is None:
             return None
-        return Unit(named[2], "backward" if any("backward" in name for name in enclosing) else "forward")
+        if any(name.startswith(RECOMPUTE) for name in enclosing):
+            return Unit(named[1], "recompute")
+        return Unit(named[1], "backward" if any("backward" in name for name in enclosing) else "forward")

@@ -12,10 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness.config import ActivationCheckpoint
+from harness.trace.units import RECOMPUTE
 from harness.trainer.model.decoder import Decoder
-
-RECOMPUTE = "AC::recompute"
-"""Traces have a range of this name, with the layer in brackets, around what is computed again."""
 
 ATTENTION = (
     "_scaled_dot_product_cudnn_attention",

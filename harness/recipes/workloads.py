@@ -1,4 +1,7 @@
-"""Patterns of communication without a model: what keeping tensors alive costs (docs/probes.md, "record_streams")."""
+"""Patterns of communication without a model: what keeping tensors alive costs (docs/probes.md, "record_streams").
+
+The sizes are for GPUs; with `--mode cpu` choose smaller ones.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,6 @@ def _run(workload: WorkloadName) -> Trainer.Config:
         name=workload,
         workload=workload,
         world_size=2,
-        training=Training.Config(steps=12),
+        training=Training.Config(device="cuda", steps=12),
         recorder=Recorder.Config(trace=Window(start=8, steps=1), memory=Window(start=10, steps=1)),
     )

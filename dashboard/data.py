@@ -133,7 +133,11 @@ def _read_rows(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> Rows:
 
 
 def is_live(run: Run) -> bool:
-    found = rows(run)
+    """Whether somebody is still writing it; one that cannot be read is not known to be written."""
+    try:
+        found = rows(run)
+    except InputError:
+        return False
     return found is not None and found.live
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # The first name of its evidence that begins so -> page.
@@ -24,15 +24,19 @@ PLACES = {
 WORDS = {"overlap": "Show in Overlap", "memory": "Show in Memory", "ledger": "Show in Ledger"}
 
 
-def place_of(finding: Mapping[str, Any]) -> tuple[str, dict[str, str | int]] | None:
-    """The page and its state, for instance `("overlap", {"rank": 3})`; None where no page shows more."""
+def place_of(finding: Mapping[str, Any], dimensions: Collection[str]) -> tuple[str, dict[str, str | int]] | None:
+    """The page and its state, for instance `("overlap", {"dimension": "mesh_tp", "rank": 3})`; None where no page shows
+    more. `dimensions` are those that the run has."""
     for name in finding["evidence"]:
         for beginning, page in PLACES.items():
             if name.startswith(beginning):
-                return page, first_rank(finding["where"])
+                return page, state_of(finding["where"], dimensions if page == "overlap" else ())
     return None
 
 
-def first_rank(where: str) -> dict[str, str | int]:
-    match = re.search(r"\branks? (\d+)", where)
-    return {"rank": int(match[1])} if match else {}
+def state_of(where: str, dimensions: Collection[str]) -> dict[str, str | int]:
+    """The dimension that `where` begins with, and the one rank that it names."""
+    first = where.partition(",")[0]
+    rank = re.search(r"\brank (\d+)", where)
+    found: dict[str, str | int] = {"dimension": first} if first in dimensions else {}
+    return found | ({"rank": int(rank[1])} if rank else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
@@ -95,16 +95,17 @@ def findings(report: dict[str, Any]) -> None:
     found = report["findings"]
     if not found:
         st.caption("Nothing stood out in what was recorded.")
+    dimensions = {item["dimension"] for item in report["dimensions"]}
     first = max(FINDINGS_OPEN, sum(finding["severity"] in ("high", "medium") for finding in found))
     for finding in found[:first]:
-        card(finding)
+        card(finding, dimensions)
     if found[first:]:
         with st.expander(f"{counted(len(found) - first, 'finding')} more"):
             for finding in found[first:]:
-                card(finding)
+                card(finding, dimensions)
 
 
-def card(finding: Mapping[str, Any]) -> None:
+def card(finding: Mapping[str, Any], dimensions: Collection[str]) -> None:
     icon, colour = SEVERITY_LOOKS[finding["severity"]]
     with st.container(border=True, gap="xxsmall"):
         badge = f":{colour}-badge[{icon} {finding['severity']}]"
@@ -113,7 +114,7 @@ def card(finding: Mapping[str, Any]) -> None:
         st.caption(states.escaped(finding["where"]), help=states.escaped(figures) if figures else None)
         if finding["severity"] != "info":
             st.markdown(states.escaped(finding["advice"]))
-        place = places.place_of(finding)
+        place = places.place_of(finding, dimensions)
         if place is not None and place[0] in state.PAGES:
             state.link(place[0], places.WORDS[place[0]], icon=":material/arrow_forward:", **place[1])
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
 import dashboard
-from dashboard import discover, store
+from dashboard import data, discover, store, summaries
 
 SCRIPT = Path(dashboard.__file__).parent / "entry" / "script.py"
 
@@ -37,7 +36,8 @@ def open_page(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> OpenPage:
     """`open_page(folder, "overview", run="a")`: the page as a browser that opens that URL has it."""
     logging.getLogger("streamlit").propagate = True
     monkeypatch.setenv(store.CACHE_VARIABLE, str(cache_folder))
-    st.cache_data.clear()
+    for looked in (data.runs_below, summaries.experiment):  # at most every few seconds
+        looked.clear()
 
     def opened(root: Path, page: str = "runs", **query: str | list[str]) -> AppTest:
         monkeypatch.setenv(discover.ROOT_VARIABLE, str(root))

@@ -15,17 +15,20 @@ from dashboard.lanes.picture import Picture, View
 RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 PARAMETER = "range"
 GUESSED_WIDTH = 1100
+WIDEST = 4000
 FEWEST_NS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """An axis of `extent_ns`; another `id` (another run, another step) begins anew with its whole or `first`."""
+    """An axis of `extent_ns`; another `id` (another run, another step) begins anew with its whole or `first`. One that
+    is not `settled` may still grow, while traces are read."""
 
     id: str
     extent_ns: int
     first: tuple[int, int] | None = None
     unit: Literal["time", "event"] = "time"
+    settled: bool = True
 
     @property
     def begin(self) -> tuple[int, int]:
@@ -38,14 +41,17 @@ def view_of(axis: Axis, key: str) -> View:
     asked = st.query_params.get(PARAMETER)
     begin = _range(parsed(asked, axis) or axis.begin)
     if kept is None:
-        kept = {"axis": axis.id, "width": GUESSED_WIDTH, "turn": 0, **begin}
+        kept = {"axis": axis.id, "width": GUESSED_WIDTH, "turn": 0, "grown": axis.extent_ns, **begin}
+    elif kept["axis"] == axis.id and kept["grown"] != axis.extent_ns:
+        kept = {**kept, "turn": kept["turn"] + 1, "grown": axis.extent_ns, **begin}
     elif kept["axis"] != axis.id:
-        kept = {**kept, "axis": axis.id, "turn": kept["turn"] + 1, **_range(axis.begin)}
+        kept = {**kept, "axis": axis.id, "turn": kept["turn"] + 1, "grown": axis.extent_ns, **_range(axis.begin)}
         st.session_state.pop(f"{key}_mark", None)
     elif asked is not None and asked != _text(kept) and (found := parsed(asked, axis)):
         kept = {**kept, "turn": kept["turn"] + 1, **_range(found)}
     st.session_state[_place(key)] = kept
-    _tell(kept, axis)
+    if axis.settled:
+        _tell(kept, axis)
     return View(
         start_ns=kept["start"],
         end_ns=kept["end"],
@@ -67,10 +73,16 @@ def parsed(text: str | None, axis: Axis) -> tuple[int, int] | None:
 
 def go_to(start_ns: int, end_ns: int, axis: Axis, key: str, *, margin: float = 0.0) -> None:
     """Moves the view, with a margin on both sides as a share of it."""
-    kept = st.session_state.get(_place(key)) or {"axis": axis.id, "width": GUESSED_WIDTH, "turn": 0}
+    kept = st.session_state.get(_place(key)) or {"width": GUESSED_WIDTH, "turn": 0}
     more = int((end_ns - start_ns) * margin)
     start, end = max(0, start_ns - more), min(axis.extent_ns, max(end_ns + more, start_ns + FEWEST_NS))
-    st.session_state[_place(key)] = kept | {"axis": axis.id, "turn": kept["turn"] + 1} | _range((start, end))
+    st.session_state[_place(key)] = {
+        **kept,
+        "axis": axis.id,
+        "turn": kept["turn"] + 1,
+        "grown": axis.extent_ns,
+        **_range((start, end)),
+    }
     _tell(st.session_state[_place(key)], axis)
 
 
@@ -85,10 +97,11 @@ def draw(make: Callable[[View], Picture], axis: Axis, key: str) -> Picture:
         kept = st.session_state[_place(key)]
         start, end, width = (int(asked[name]) for name in ("start", "end", "width"))
         start, end = max(0, start), min(axis.extent_ns, end)
-        if end > start:
-            kept = kept | _range((start, end))
-        st.session_state[_place(key)] = kept | {"width": max(60, min(width, 4000))}
-        _tell(st.session_state[_place(key)], axis)
+        ends = _range((start, end)) if end > start else {}
+        moves = bool(ends) and (start, end) != (kept["start"], kept["end"])
+        st.session_state[_place(key)] = {**kept, **ends, "width": max(60, min(width, WIDEST))}
+        if moves:
+            _tell(st.session_state[_place(key)], axis)
 
     def selected() -> None:
         chosen = st.session_state[f"{key}_lanes"].selected

@@ -48,12 +48,15 @@ def page() -> None:
     st.title("Overlap")
     say_mode(run)
     target, under_way = data.preparation(state.root(), run)
+    # There also when it is empty, so that what follows keeps its place on the page.
+    slot = st.container()
     if under_way is None:
         data.prepared(state.root(), run)  # which says what could not be read
         moments = moments_of([head_of(str(folder)) for folder in preparing.lane_folders(target)])
     else:
         moments = moments_of([head_of(str(folder)) for folder in under_way.lanes()])
-        progress(run, under_way, sum(len(moment.heads) for moment in moments))
+        with slot:
+            progress(under_way)
     if under_way is None and not moments:
         nothing(run)
         return
@@ -62,7 +65,7 @@ def page() -> None:
     bar = st.container(horizontal=True, gap="small", vertical_alignment="bottom")
     choice = choose(bar, moments)
     shown = shown_of(choice.moment, choice.ranks)
-    axis = axis_of(run, choice, shown)
+    axis = axis_of(run, choice, shown, settled=under_way is None)
     jump_to_layer(bar, choice, shown, axis)
     strips = memory_strips.beside(state.extract("timeline"), choice.moment, shown) if under_way is None else []
     lanes(choice, shown, axis, strips)
@@ -79,8 +82,9 @@ def say_mode(run: Run) -> None:
             st.caption(f"{why[0].upper()}{why[1:]}.")
 
 
-def progress(run: Run, under_way: Preparation, drawn: int) -> None:
+def progress(under_way: Preparation) -> None:
     """Says how far the analysis is, and draws the page again when there is more."""
+    drawn = len(under_way.lanes())
 
     @st.fragment(run_every=LOOKED_EVERY_S)
     def look() -> None:
@@ -162,7 +166,7 @@ def choose(bar: DeltaGenerator, moments: Sequence[Moment]) -> Choice:
     )
 
 
-def axis_of(run: Run, choice: Choice, shown: Sequence[Shown]) -> Axis:
+def axis_of(run: Run, choice: Choice, shown: Sequence[Shown], *, settled: bool) -> Axis:
     """The time of the moment; it begins with the chosen step."""
     windows = [step_window(one, step, choice.rule) for one in shown for step in steps_of(one, choice.step)]
     known = [window for window in windows if window is not None]
@@ -171,7 +175,7 @@ def axis_of(run: Run, choice: Choice, shown: Sequence[Shown]) -> Axis:
     if choice.step is not None and known:
         first = max(0, min(start for start, _ in known)), min(extent, max(end for _, end in known))
     named = f"{run.name} {choice.moment.label} {choice.step} {choice.rule if choice.step is not None else ''}"
-    return Axis(id=named, extent_ns=extent, first=first if first and first[1] > first[0] else None)
+    return Axis(id=named, extent_ns=extent, first=first if first and first[1] > first[0] else None, settled=settled)
 
 
 def steps_of(one: Shown, step: int | None) -> list[dict[str, Any]]:

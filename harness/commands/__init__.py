@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from harness.errors import InputError
+from harness.errors import InputError, UsageError
 from harness.recording import atomic_path
 
 
@@ -16,6 +17,13 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_cache_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cache", action="store_true", help="changes nothing: no result is cached in this version")
+
+
+def require_page(path: Path) -> None:
+    """For commands that take long: raises `UsageError` where no page could be written in the end."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"--html {path}: no file can be written there; name another one")
 
 
 def write_page(path: Path, text: str) -> None:

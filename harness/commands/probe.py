@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from harness.commands import add_json_argument, write_page
+from harness.commands import add_json_argument, require_page, write_page
 from harness.commands.run import DEFAULT_PARENT
 from harness.config import Trainer, with_overrides
 from harness.doctor import Choice, choose_mode
@@ -125,9 +125,13 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_OK
     if args.queues:
         return count_queues(args)
+    if args.html is not None:
+        require_page(args.html)
     experiment = plan(args)
     known, notes = before_trials(experiment)
     if known is not None and (not args.force or len(experiment.run_arms) < 2):
+        if args.html is not None:
+            write_html(known, args.html)
         _print(known, args.json)
         return EXIT_UNAVAILABLE if known.verdict == "unavailable in this build" else EXIT_OK
     experiment = replace(experiment, directory=_folder(args.out, experiment))

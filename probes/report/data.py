@@ -22,6 +22,7 @@ from probes.experiment import Experiment, Trial
 from probes.reduce import COMPARED, after_warmup
 from probes.stats import Comparison
 
+INTERPRETER = "interpreter"
 Key = TypeVar("Key")
 TrialState = Literal["valid", "void", "outcome", "given up", "not ended"]
 
@@ -249,6 +250,9 @@ def differing(experiment: Experiment, runs: Mapping[str, Measured]) -> list[Diff
         Differing(what=name, values={arm.name: arm.overrides.get(name) for arm in arms}, declared=True)
         for name in fields
     ]
+    pythons = {arm.name: arm.python.words() if arm.python else None for arm in arms}
+    if any(pythons.values()):
+        found.append(Differing(what=INTERPRETER, values=pythons, declared=True))
     stated = {arm: facts(run) for arm, run in runs.items()}
     for what in dict.fromkeys(name for of_arm in stated.values() for name in of_arm):
         values = {arm: of_arm.get(what) for arm, of_arm in stated.items()}

@@ -15,6 +15,8 @@ from probes.analysis import Analysis, ArmComparison
 from probes.knobs import UNSET
 from probes.report import figures
 from probes.report.data import (
+    INTERPRETER,
+    Differing,
     Distribution,
     Paired,
     TrialRow,
@@ -63,23 +65,23 @@ class Section:
 def head(content: Content) -> list[Html]:
     analysis = content.analysis
     experiment = analysis.experiment
-    ended = len(analysis.progress.trials)
+    ended, lines = len(analysis.progress.trials), list(text.unfinished(analysis))
     badges = [
         f"mode {experiment.mode}",
         experiment.config.name,
         counted(len(experiment.arms), "arm"),
-        f"{ended} of {counted(len(experiment.order()), 'trial')}",
+        f"{ended} of {counted(len(experiment.order()), 'trial')}" if ended or lines else "no trial was needed",
     ]
     parts = [
         tag("h1", f"{experiment.knob.name}: {analysis.verdict}"),
-        tag("p", str(experiment.directory), class_="soft path"),
+        *([tag("p", str(experiment.directory), class_="soft path")] if ended or lines else []),
         tag("p", *(tag("span", badge, class_="badge") for badge in badges)),
     ]
     if not analysis.comparable:
         parts.append(tag("p", tag("b", "The arms are not comparable"), f": {_first_reason(analysis)}"))
     if why := NOT_A_CLUSTER.get(experiment.mode):
         parts.append(tag("p", why[0].upper() + why[1:] + "."))
-    if lines := list(text.unfinished(analysis)):
+    if lines:
         parts += [tag("p", tag("b", lines[0][0].upper() + lines[0][1:] + ".")), listing(lines[1:])]
     tiles = [_tile(item, metric) for item in analysis.comparisons if (metric := deciding(analysis, item))]
     return [*parts, tag("div", *tiles, class_="tiles")]
@@ -264,7 +266,7 @@ def arms(content: Content) -> list[Html]:
     rows = [
         [
             item.what,
-            *(_setting(item.values, name, in_config=item.what in experiment.arms[0].overrides) for name in names),
+            *(_setting(item, name) for name in names),
             "set by the arms" if item.declared else "differs as well",
         ]
         for item in found
@@ -278,11 +280,14 @@ def arms(content: Content) -> list[Html]:
     return [*body, *([tag("h3", "Arms that did not run"), listing(known)] if known else [])]
 
 
-def _setting(values: Mapping[str, object], name: str, *, in_config: bool) -> str:
-    if name not in values:
+def _setting(item: Differing, name: str) -> str:
+    if name not in item.values:
         return "no trial"
-    value = values[name]
-    return ("as it is" if in_config else UNSET) if value is None else str(value)
+    value = item.values[name]
+    if value is not None:
+        return str(value)
+    is_variable = item.what.isupper() or item.what.startswith("environment")
+    return UNSET if is_variable else "this one" if item.what == INTERPRETER else "as it is"
 
 
 def trials(content: Content) -> list[Html]:

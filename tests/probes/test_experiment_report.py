@@ -196,6 +196,29 @@ def test_strangers_words_are_text(tmp_path, capsys, recwarn):
     assert not recwarn.list
 
 
+def test_verdict_known_without_a_trial_has_a_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["probe", "max_connections", "--mode", "cpu", "--html", "page.html", "--config", "single"]
+
+    assert main(words) == 5
+
+    said, found = capsys.readouterr().out, Page((tmp_path / "page.html").read_text())
+    assert said.startswith("unavailable in this build: max_connections")
+    assert "max_connections: unavailable in this build" in found.text
+    assert "libcuda: torch is a CPU build" in found.text or "on CPUs nothing reads it" in found.text
+    assert "no trial was needed" in found.text
+
+
+@pytest.mark.parametrize("place", ["folder", "file/page.html"])
+def test_page_that_cannot_be_written_is_said_before_a_trial(tmp_path, capsys, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+
+    assert main(["probe", "threads", "--mode", "cpu", "--html", str(tmp_path / place)]) == 2
+
+    assert "no file can be written there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

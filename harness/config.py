@@ -188,7 +188,14 @@ class Training:
         micro_batch_size: int = 1
         """Sequences per data-parallel rank and forward."""
         accumulation_steps: int = 1
-        """Micro-batches per optimizer step; the gradients of each are reduced as it ends."""
+        """Micro-batches per optimizer step."""
+        reduce_every_micro_batch: bool = True
+        """Gradients are reduced over data-parallel ranks as each micro-batch ends. Otherwise with the last: those of the
+        others are added up whole on every rank, in the dtype of the reduction."""
+        loss_chunks: int = 1
+        """Head and loss run over one so many-th of the sequence after the other, forward and backward, so that the logits
+        never exist whole. The unit of norm and head is freed after its forward, gathered once for all chunks, and once
+        more for the norm's backward, unless `reshard_after_forward` is never."""
         seq_len: int = 256
         mixed_precision_param: DType = "bfloat16"
         """Dtype of gathered parameters and of compute; shards, optimizer states and reductions are float32."""

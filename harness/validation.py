@@ -20,6 +20,7 @@ POSITIVE_TRAINING = (
     "steps",
     "micro_batch_size",
     "accumulation_steps",
+    "loss_chunks",
     "seq_len",
     "init_timeout_s",
     "train_timeout_s",
@@ -77,6 +78,7 @@ def validate(config: Trainer.Config) -> None:
     _require_an_effect(config)
     require_pipeline(config)
     _require_checkpointing(config)
+    _require_chunks(config)
     tp = layout.tp
     _require(
         model.dim % model.n_heads == 0,
@@ -179,6 +181,30 @@ def _require_checkpointing(config: Trainer.Config) -> None:
         every <= layers,
         f"activation_checkpoint.every={every}: none of model.n_layers={layers} layers would be the last of so many; "
         f"use at most {layers}",
+    )
+
+
+def _require_chunks(config: Trainer.Config) -> None:
+    """The loss in chunks, and gradients that are reduced with the last micro-batch only."""
+    training, layout = config.training, config.parallelism
+    chunks = training.loss_chunks
+    _require(
+        chunks == 1 or layout.pp == 1,
+        f"training.loss_chunks={chunks}: a pipeline (parallelism.pp={layout.pp}) has its last stage compute the loss "
+        "of a micro-batch whole; set it to 1",
+    )
+    parts = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+    _require(
+        training.seq_len % (parts * chunks) == 0,
+        f"training.seq_len={training.seq_len}: what a rank has of a sequence, 1/{parts}, is not divisible by "
+        f"training.loss_chunks={chunks}: use a multiple of {parts * chunks}",
+    )
+    passes = training.accumulation_steps
+    _require(
+        training.reduce_every_micro_batch or (passes > 1 and layout.pp == 1 and config.world_size > layout.tp),
+        f"training.reduce_every_micro_batch=false has no effect with training.accumulation_steps={passes}, "
+        f"parallelism.pp={layout.pp} and {config.world_size // (layout.tp * layout.pp)} data-parallel ranks: it is "
+        "about several micro-batches, without a pipeline, on several such ranks",
     )
 
 

@@ -30,11 +30,12 @@ def fully_shard_decoder(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     policy: ReshardPolicy,
+    head_in_chunks: bool = False,
 ) -> None:
     """Wraps embedding, every layer, and norm with head as one unit each; then the root, which owns nothing itself.
 
     A tied embedding belongs to the unit of the head: one parameter cannot be in two. The last unit is needed first
-    in backward: `default` keeps it gathered. A two-dimensional mesh replicates over its first axis (HSDP), one of a
+    in backward: `default` keeps it gathered, unless with `head_in_chunks` the head runs apart, later. A two-dimensional mesh replicates over its first axis (HSDP), one of a
     single rank installs mixed precision only. Gradients are summed, not averaged: the loss is already divided by the
     valid tokens of all ranks.
     """
@@ -54,7 +55,7 @@ def fully_shard_decoder(
         module for module in (model.tok_embeddings if tied else None, model.norm, model.lm_head) if module is not None
     ]
     if ends:
-        fully_shard(ends, **options, reshard_after_forward=policy == "always")
+        fully_shard(ends, **options, reshard_after_forward=free if head_in_chunks else policy == "always")
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -9,17 +9,19 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from harness import config
 from harness.pipeline.plan import plan
 from harness.recording import MODE_VARIABLE, Mode
 from harness.trainer.activation_checkpoint import checkpoint_layers
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
+from harness.trainer.chunked_loss import ChunkedLoss
 from harness.trainer.data import build_batches
 from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
 from harness.trainer.initialise import initialise
@@ -63,6 +65,7 @@ class Trainer(config.Trainer):
         self.dims = ParallelDims.from_config(config)
         self.plan = plan(config) if self.dims.pp > 1 else None
         self.pipeline: Pipeline | None = None
+        self.chunked_loss: ChunkedLoss | None = None
 
     def train(self) -> list[float]:
         """Trains up to `training.steps` steps, from where a loaded checkpoint stands, into a recording at `directory`;
@@ -142,6 +145,7 @@ class Trainer(config.Trainer):
                 reduce_dtype=DTYPES[training.mixed_precision_reduce],
                 # The schedule says what is gathered from one micro-batch to the next.
                 policy=layout.reshard_after_forward if self.plan is None else "never",
+                head_in_chunks=training.loss_chunks > 1,
             )
             set_fsdp_communication(root, data_mesh(self.mesh), layout)
         model.to_empty(device=self.device)
@@ -149,6 +153,8 @@ class Trainer(config.Trainer):
         initialise(model, training.seed)
         if self.plan is not None:
             self.pipeline = Pipeline(self.plan, model, roots, self.config, self.mesh, self.device, recorder)
+        elif training.loss_chunks > 1:
+            self.chunked_loss = ChunkedLoss(self.config, model, self.tp_group, recorder)
         return model
 
     def _step(self, step: int, recorder: Recorder, tags: list[str]) -> torch.Tensor:
@@ -165,16 +171,8 @@ class Trainer(config.Trainer):
             self._sum_over_data(valid)
 
             total = torch.zeros((), device=self.device)
-            for tokens, labels in batches:
-                if self.pipeline is not None:
-                    total += self.pipeline.run(tokens, labels, valid)
-                    continue
-                with recorder.phase("forward"):
-                    # No name is kept for the logits: they must not outlive what backward needs of them.
-                    loss = cross_entropy_sum(self.model(tokens), labels, self.tp_group) / valid
-                with recorder.phase("backward"):
-                    loss.backward()
-                total += loss.detach()
+            for left, (tokens, labels) in zip(reversed(range(len(batches))), batches, strict=True):
+                total += self._micro_batch(tokens, labels, valid, recorder, is_last=left == 0)
             with recorder.phase("optimizer"):
                 grad_norm = clip_grad_norm_(self.model.parameters(), training.max_norm, self.mesh)
                 lr = self.config.optimizer.lr_at(step, training.steps)
@@ -187,6 +185,23 @@ class Trainer(config.Trainer):
                 dist.all_reduce(total, group=stages)
             recorder.log(loss=total, grad_norm=grad_norm, lr=lr)
         return total
+
+    def _micro_batch(
+        self, tokens: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, recorder: Recorder, *, is_last: bool
+    ) -> torch.Tensor:
+        """Forward and backward, of a pipeline those of a whole pass; returns this rank's part of the loss, detached."""
+        if self.pipeline is not None:
+            return self.pipeline.run(tokens, labels, valid)
+        reduces = is_last or self.config.training.reduce_every_micro_batch
+        cast(FSDPModule, self.model).set_requires_gradient_sync(reduces)
+        if self.chunked_loss is not None:
+            return self.chunked_loss.run(tokens, labels, valid, reduces=reduces)
+        with recorder.phase("forward"):
+            # No name is kept for the logits: they must not outlive what backward needs of them.
+            loss = cross_entropy_sum(self.model(tokens), labels, self.tp_group) / valid
+        with recorder.phase("backward"):
+            loss.backward()
+        return loss.detach()
 
     def _sum_over_data(self, value: torch.Tensor) -> None:
         """Adds up a 0-d tensor over all ranks that see different samples, one axis after the other."""

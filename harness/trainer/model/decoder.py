@@ -69,11 +69,12 @@ class Decoder(config.Decoder, nn.Module):
         """Fills what `to_empty` left undefined and no checkpoint holds."""
         self.rotary = self._rotary_table()
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, *, head: bool = True) -> torch.Tensor:
         """tokens: int64 [batch, seq] (or hidden states where the embedding is absent); returns logits
-        [batch, seq, vocabulary], this rank's share of the vocabulary under tensor parallelism."""
+        [batch, seq, vocabulary], this rank's share of the vocabulary under tensor parallelism. Without `head`: what
+        that would be given."""
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, self.rotary)
         h = h if self.norm is None else self.norm(h)
-        return h if self.lm_head is None else self.lm_head(h)
+        return h if self.lm_head is None or not head else self.lm_head(h)

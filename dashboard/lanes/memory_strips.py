@@ -20,7 +20,7 @@ def beside(extract: Extract, moment: Moment, shown: Sequence[Shown]) -> list[Str
     """Strips of the ranks that are shown, where their snapshot's history meets the time of the traces."""
     groups = {one.index.rank: one.group for one in reversed(shown)}
     found = []
-    for item in extract.values:
+    for item in extract.values["devices"]:
         if item["rank"] not in groups or not item["clock"] or not moment.common_clock:
             continue
         made = curves(extract, item)
@@ -34,13 +34,16 @@ def beside(extract: Extract, moment: Moment, shown: Sequence[Shown]) -> list[Str
                     curves=made,
                     offset_ns=-moment.origin_ns,
                     height=90,
-                    marks=peak_marks(item),
+                    marks=peak_marks(item, first),
                 )
             )
     return found
 
 
-def peak_marks(item: dict[str, Any]) -> list[tuple[int, int, str]]:
-    """The highest active level, where it was reached within the history."""
+def peak_marks(item: dict[str, Any], first_ns: int) -> list[tuple[int, int, str]]:
+    """The highest active level; at `first_ns`, where the history begins, if nothing in it exceeds the level before."""
     peak = item["peaks"]["active"]
-    return [] if peak["time_ns"] is None else [(peak["time_ns"], peak["bytes"], f"peak {size(peak['bytes'])} active")]
+    words = f"peak {size(peak['bytes'])} active"
+    if peak["time_ns"] is None:
+        return [(first_ns, peak["bytes"], f"{words}, when the history begins")]
+    return [(peak["time_ns"], peak["bytes"], words)]

@@ -69,6 +69,11 @@ class Curves:
             found |= {f"{name}_low": low.astype(np.float64), f"{name}_high": high.astype(np.float64)}
         return found
 
+    def level_at(self, name: str, time_ns: int) -> int:
+        """The level after the last event of a time."""
+        index = int(np.searchsorted(self.time_ns, time_ns, side="right")) - 1
+        return self.base[name] if index < 0 else int(self.levels[name][index])
+
     def peak(self, name: str) -> tuple[int, int | None]:
         """(bytes, time in ns) of a curve's first maximum; no time where nothing exceeds the level before it."""
         levels = self.levels[name]

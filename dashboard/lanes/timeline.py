@@ -19,8 +19,9 @@ SITES_KEPT = 200
 
 
 def memory_timeline(report: Report) -> Extract:
-    """`values`: an item per device of each snapshot with a history, with its place in the columns `time_ns` (unix, or
-    the number of the event without a `clock`), `allocated`, `active`, `reserved` (bytes; the first two requested)."""
+    """`devices`: an item per device of each snapshot with a history, with its place in the columns `time_ns` (unix, or
+    the number of the event without a `clock`), `allocated`, `active`, `reserved` (bytes; the first two requested).
+    `phases`: the peaks of each rank's phases (bytes)."""
     devices = report.snapshots.devices if report.snapshots is not None else []
     items: list[dict[str, Any]] = []
     pieces: dict[str, list[Any]] = {name: [] for name in ("time_ns", "allocated", "active", "reserved")}
@@ -35,7 +36,21 @@ def memory_timeline(report: Report) -> Extract:
         items.append(_item(source, device, curves, first))
         first += len(curves.time_ns)
     columns = {name: np.concatenate(parts) if parts else np.empty(0, np.int64) for name, parts in pieces.items()}
-    return Extract(values=items, columns=columns)
+    return Extract(values={"devices": items, "phases": _phases(report)}, columns=columns)
+
+
+def _phases(report: Report) -> list[dict[str, Any]]:
+    found = report.snapshots.phases if report.snapshots is not None else {}
+    return [
+        {
+            "rank": rank,
+            "phase": phase,
+            "peak_allocated_bytes": peaks.allocated_bytes,
+            "peak_active_bytes": peaks.active_bytes,
+            "peak_reserved_bytes": peaks.reserved_bytes,
+        }
+        for (rank, phase), peaks in found.items()
+    ]
 
 
 def _item(source: SourceFile, device: DeviceSummary, curves: Curves, first: int) -> dict[str, Any]:

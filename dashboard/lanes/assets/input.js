@@ -163,7 +163,7 @@ Object.assign(Timeline.prototype, {
       const [low, high] = [strip[`${name}_low`][i], strip[`${name}_high`][i]];
       return low === high ? size(high) : `${size(low)} to ${size(high)}`;
     };
-    const lines = [`${strip.label}`, `${time(wide)} at ${time(start + i * wide)}`];
+    const lines = [strip.label, `${this.say(wide)} from ${this.say(start + i * wide)}`];
     for (const name of ["reserved", "active", "allocated", "pending"]) lines.push(`${name} ${range(name)}`);
     return lines;
   },

@@ -150,9 +150,14 @@ class Timeline {
       pen.globalAlpha = 1;
     }
     const [start, end] = this.view;
-    this.where.textContent = `${time(start)} to ${time(end)} · ${time(end - start)} shown`;
+    this.where.textContent = `${this.say(start)} to ${this.say(end)} · ${this.say(end - start)} shown`;
     this.root.dataset.view = `${Math.round(start)}-${Math.round(end)}`;
     this.root.dataset.drawn = (Number(this.root.dataset.drawn) || 0) + 1;
+  }
+
+  // A moment or a duration in words; histories without a clock count events.
+  say(at) {
+    return this.header.axis === "event" ? `${Math.round(at).toLocaleString("en")} events` : time(at);
   }
 
   drawAxis(pen) {
@@ -160,7 +165,8 @@ class Timeline {
     const { found, step } = ticks(start, end, Math.max(2, this.plot() / 110));
     pen.font = `11px ${this.theme.font}`;
     pen.textAlign = "center";
-    const unit = [[1, "ns"], [1e3, "µs"], [1e6, "ms"], [1e9, "s"]].filter(([k]) => k <= step).pop() || [1, "ns"];
+    const event = this.header.axis === "event";
+    const unit = event ? [1, ""] : [[1, "ns"], [1e3, "µs"], [1e6, "ms"], [1e9, "s"]].filter(([k]) => k <= step).pop() || [1, "ns"];
     for (const at of found) {
       const x = Math.round(this.toX(at)) + 0.5;
       pen.strokeStyle = this.theme.grid;

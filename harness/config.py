@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import msgspec.inspect
 
+from harness.context_parallel import Exchange, LoadBalance
 from harness.errors import UsageError
 from harness.pipeline.config import Pipeline
 from harness.workloads.config import Collectives, PointToPoint, WorkloadName
@@ -101,6 +102,13 @@ class Parallelism:
         dp_shard: int = -1
         """FSDP2 shard degree; -1 takes the ranks that the other degrees leave."""
         cp: int = 1
+        """Context parallelism: ranks that share every sequence, with some of its tokens each."""
+        cp_attention: Exchange = "allgather"
+        """How queries come to the keys and values of other ranks: all of them gathered, or one rank's after the other
+        passed round a `ring`."""
+        cp_load_balance: LoadBalance = "head_tail"
+        """Which tokens a rank has: a chunk near the beginning and the one as far from the end, so that all attend to
+        equally many; `none`: one piece, in order."""
         tp: int = 1
         pp: int = 1
         sequence_parallel: bool = True
@@ -322,6 +330,16 @@ class Trainer:
             if layout.dp_shard != -1:
                 return layout.dp_shard
             return self.world_size // (layout.dp_replicate * layout.cp * layout.tp * layout.pp)
+
+        @property
+        def fsdp_shards(self) -> int:
+            """How many ranks FSDP2 shards over: context-parallel ranks hold the same parameters, and count."""
+            return self.dp_shard * self.parallelism.cp
+
+        @property
+        def fsdp_axis(self) -> str:
+            """The mesh dimension that FSDP2 shards over and communicates in."""
+            return "dp_shard" if self.parallelism.cp == 1 else "dp_shard_cp"
 
         def validate(self) -> None:
             """Raises `UsageError`, one line that says what to change, for a configuration that cannot run."""

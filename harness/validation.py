@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.checkpoints import find_checkpoint, read_header
 from harness.config import Decoder, Parallelism, Trainer
+from harness.context_parallel import chunks as chunks_of_rank
 from harness.errors import UsageError
 from harness.limits import require_possible
 from harness.pipeline.requirements import require_pipeline
@@ -58,8 +59,6 @@ def validate(config: Trainer.Config) -> None:
         layout.dp_shard >= 1 or layout.dp_shard == -1,
         f"parallelism.dp_shard={layout.dp_shard} must be at least 1, or -1",
     )
-    _require(layout.cp == 1, f"parallelism.cp={layout.cp}: this version has no context parallelism; set it to 1")
-
     others = layout.dp_replicate * layout.cp * layout.tp * layout.pp
     if layout.dp_shard == -1:
         _require(
@@ -98,12 +97,7 @@ def validate(config: Trainer.Config) -> None:
             value % tp == 0,
             f"model.{name}={value} is not divisible by parallelism.tp={tp}: use a tp that divides it",
         )
-    if layout.sequence_parallel:
-        _require(
-            training.seq_len % tp == 0,
-            f"training.seq_len={training.seq_len} is not divisible by parallelism.tp={tp} (sequence parallel): "
-            f"use a multiple of {tp} or set parallelism.sequence_parallel to false",
-        )
+    _require_divisible_sequence(config)
     _require(
         0 <= config.data.ignored_share < 1,
         f"data.ignored_share={config.data.ignored_share} must be in [0, 1)",
@@ -146,9 +140,11 @@ def _require_an_effect(config: Trainer.Config) -> None:
         f"parallelism.fsdp_prefetch={layout.fsdp_prefetch} must be a number of units, 0 or above, or default",
     )
     for name, axis, degree in (
-        ("fsdp_prefetch", "dp_shard", config.dp_shard),
-        ("fsdp_async_unshard", "dp_shard", config.dp_shard),
-        ("fsdp_reduce_scatter_group", "dp_shard", config.dp_shard),
+        ("fsdp_prefetch", "dp_shard", config.fsdp_shards),
+        ("fsdp_async_unshard", "dp_shard", config.fsdp_shards),
+        ("fsdp_reduce_scatter_group", "dp_shard", config.fsdp_shards),
+        ("cp_attention", "cp", layout.cp),
+        ("cp_load_balance", "cp", layout.cp),
         ("tp_async", "tp", layout.tp),
     ):
         value, default = getattr(layout, name), getattr(usual, name)
@@ -162,6 +158,22 @@ def _require_an_effect(config: Trainer.Config) -> None:
             f"parallelism.{name}={value} has no effect with parallelism.pp={layout.pp}, whose schedule gathers each "
             f"stage whole and asynchronously: leave it at {default}",
         )
+
+
+def _require_divisible_sequence(config: Trainer.Config) -> None:
+    """Every chunk of a sequence has equally many tokens, on every rank."""
+    layout, seq_len = config.parallelism, config.training.seq_len
+    parts, names, tip = 1, [], ""
+    if layout.cp > 1:
+        chunks = len(chunks_of_rank(0, layout.cp, layout.cp_load_balance))
+        parts, names = layout.cp * chunks, [f"parallelism.cp={layout.cp} × {chunks} chunks"]
+    if layout.tp > 1 and layout.sequence_parallel:
+        parts, names = parts * layout.tp, [*names, f"parallelism.tp={layout.tp} (sequence parallel)"]
+        tip = " or set parallelism.sequence_parallel to false"
+    _require(
+        seq_len % parts == 0,
+        f"training.seq_len={seq_len} is not divisible by {' × '.join(names)}: use a multiple of {parts}{tip}",
+    )
 
 
 def _require_checkpointing(config: Trainer.Config) -> None:

@@ -67,7 +67,7 @@ def test_print_config_is_the_resolved_tree(meshscope, tmp_path):
         (("--parallelism.tp", "3", "--nproc", "6"), ["model.n_heads=8 is not divisible by parallelism.tp=3"]),
         (("--training.seq_len", "127"), ["training.seq_len=127 is not divisible by parallelism.tp=2", "multiple of 2"]),
         (("--model.dim", "100"), ["model.dim=100 is not divisible by model.n_heads=8"]),
-        (("--parallelism.cp", "2"), ["set it to 1"]),
+        (("--parallelism.cp_attention", "ring"), ["cp_attention=ring has no effect with parallelism.cp=1"]),
         (("--pipeline.schedule", "GPipe"), ["pipeline.schedule=GPipe has no effect with parallelism.pp=1"]),
         (("--model.dimm", "1"), ["did you mean --model.dim"]),
         (("--training.steps", "some"), ["training.steps"]),

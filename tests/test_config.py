@@ -141,7 +141,15 @@ IMPOSSIBLE = [
     ({"parallelism": Parallelism.Config(tp=0)}, "parallelism.tp=0 must be at least 1"),
     ({"parallelism": Parallelism.Config(dp_shard=0)}, "parallelism.dp_shard=0 must be at least 1, or -1"),
     ({"world_size": 0}, "world_size=0 must be at least 1"),
-    ({"world_size": 2, "parallelism": Parallelism.Config(cp=2)}, "parallelism.cp=2: this version"),
+    ({"world_size": 3, "parallelism": Parallelism.Config(cp=2)}, "a multiple of 2 processes"),
+    (
+        {"world_size": 2, "parallelism": Parallelism.Config(cp=2), "training": Training.Config(seq_len=250)},
+        "training.seq_len=250 is not divisible by parallelism.cp=2 × 2 chunks: use a multiple of 4",
+    ),
+    (
+        {"world_size": 4, "parallelism": Parallelism.Config(cp=2, tp=2), "training": Training.Config(seq_len=252)},
+        "is not divisible by parallelism.cp=2 × 2 chunks × parallelism.tp=2 (sequence parallel): use a multiple of 8",
+    ),
     (
         {"world_size": 2, "parallelism": Parallelism.Config(dp_shard=2, fsdp_prefetch=-1)},
         "parallelism.fsdp_prefetch=-1 must be a number of units, 0 or above, or default",
@@ -156,6 +164,8 @@ IMPOSSIBLE = [
             ("tp", "fsdp_async_unshard", True),
             ("tp", "fsdp_reduce_scatter_group", "separate"),
             ("dp_shard", "tp_async", True),
+            ("dp_shard", "cp_attention", "ring"),
+            ("dp_shard", "cp_load_balance", "none"),
         )
     ),
     *(

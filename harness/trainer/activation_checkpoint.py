@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ ATTENTION = (
 )
 """Fused kernels; attention that torch composes of plain operators is computed again."""
 
+Policy = Callable[..., CheckpointPolicy]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def checkpoint_layers(model: Decoder, config: ActivationCheckpoint.Config) -> None:
+def checkpoint_layers(model: Decoder, config: ActivationCheckpoint.Config, *, keeps_attention: bool) -> None:
     """Makes every `config.every`-th layer keep its input and, if selective, what `_policy` says.
+
+    `keeps_attention`: not with context parallelism, whose attention is as many kernels as ranks; what one returns is as
+    large as what all of them are merged into.
 
     To be called between tensor parallelism, whose redistributions are part of what a layer computes again, and FSDP2,
     whose hooks stay outside: parameters are gathered for backward before anything is computed again.
@@ -36,17 +41,16 @@ def checkpoint_layers(model: Decoder, config: ActivationCheckpoint.Config) -> No
         return
     for name, layer in model.layers.items():
         if (int(name) + 1) % config.every == 0:
-            _checkpoint(layer, f"{RECOMPUTE} (layers.{name})", selective=config.mode == "selective")
+            policy = partial(_policy, keeps_attention) if config.mode == "selective" else None
+            _checkpoint(layer, f"{RECOMPUTE} (layers.{name})", policy)
 
 
-def _checkpoint(layer: nn.Module, label: str, *, selective: bool) -> None:
+def _checkpoint(layer: nn.Module, label: str, policy: Callable[[], Policy] | None) -> None:
     """Replaces the layer's own forward, not the layer: names of modules and parameters stay as they are."""
     compute = layer.forward
 
     def contexts() -> Contexts:
-        forward, again = (
-            create_selective_checkpoint_contexts(_policy()) if selective else (nullcontext(), nullcontext())
-        )
+        forward, again = create_selective_checkpoint_contexts(policy()) if policy else (nullcontext(), nullcontext())
         return forward, _labelled(label, again)
 
     def forward(*args: torch.Tensor) -> Any:
@@ -64,11 +68,12 @@ def _labelled(label: str, again: AbstractContextManager[Any]) -> Iterator[None]:
         yield
 
 
-def _policy() -> Callable[..., CheckpointPolicy]:
+def _policy(keeps_attention: bool) -> Policy:
     """torchtitan's list (torchtitan/distributed/activation_checkpoint.py): what attention and reduce-scatters return,
     and every other matrix product, beginning with the first."""
     aten, functional = torch.ops.aten, torch.ops._c10d_functional
-    saved = {getattr(aten, name).default for name in ATTENTION if hasattr(aten, name)}
+    attention = ATTENTION if keeps_attention else ()
+    saved = {getattr(aten, name).default for name in attention if hasattr(aten, name)}
     saved.add(functional.reduce_scatter_tensor.default)
     products: Counter[bool] = Counter()  # torch before 2.13 asks again in backward
 

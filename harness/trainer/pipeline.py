@@ -55,7 +55,8 @@ class Pipeline:
         group, training = mesh.get_group("pp"), config.training
         self._recorder, self._tp_group = recorder, axis_group(mesh, "tp")
         self._valid: torch.Tensor | None = None
-        tokens = torch.empty(training.micro_batch_size, training.seq_len, dtype=torch.int64, device="meta")
+        sequence = training.seq_len // config.parallelism.cp
+        tokens = torch.empty(training.micro_batch_size, sequence, dtype=torch.int64, device="meta")
         hidden = _hidden(config)
         kind = _RehearsedStage if dist.get_backend(group) == "fake" else _Stage
         self._stages = []
@@ -94,7 +95,7 @@ class Pipeline:
 def _hidden(config: config.Trainer.Config) -> torch.Tensor:
     """What one stage hands to the next, as a meta tensor: this rank's part of [batch, seq, dim]."""
     training, layout = config.training, config.parallelism
-    sequence = training.seq_len // (layout.tp if layout.sequence_parallel else 1)
+    sequence = training.seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     dtype: torch.dtype = getattr(torch, training.mixed_precision_param)
     shape = (training.micro_batch_size, sequence, config.model.dim)
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

@@ -22,6 +22,7 @@ from harness.recording import MODE_VARIABLE, Mode
 from harness.trainer.activation_checkpoint import checkpoint_layers
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.chunked_loss import ChunkedLoss
+from harness.trainer.context_parallel import ContextParallel
 from harness.trainer.data import build_batches
 from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
 from harness.trainer.initialise import initialise
@@ -30,7 +31,7 @@ from harness.trainer.loss import IGNORE_INDEX, cross_entropy_sum
 from harness.trainer.model.decoder import Decoder
 from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
-from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh, data_rank
+from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh
 from harness.trainer.pipeline import Pipeline, own_part, stage_modules
 from harness.validation import validate_device, validate_inputs, validate_rehearsal
 
@@ -41,8 +42,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer(config.Trainer):
-    """One rank of a run: meta model → its stages → tensor parallel → activation checkpointing → FSDP2 → materialise →
-    initialise → optimizer → steps.
+    """One rank of a run: meta model → its stages → tensor and context parallel → activation checkpointing → FSDP2 →
+    materialise → initialise → optimizer → steps.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. With
     MESHSCOPE_MODE=rehearsal it is that rank of a world whose other ranks are not there: every step allocates what it
@@ -77,6 +78,8 @@ class Trainer(config.Trainer):
             self.mesh = self.dims.build_mesh(self.device.type)
             self.data_groups = [group for axis in DATA_AXES if (group := axis_group(self.mesh, axis)) is not None]
             self.tp_group = axis_group(self.mesh, "tp")
+            context = self.dims.context_group(self.mesh)
+            self.context = None if context is None else ContextParallel.of(self.config, context)
             loaded = None if load is None else agree_on_checkpoint(Path(load))
             first = loaded[1].step if loaded else 0
             windows = self.config.recorder
@@ -87,17 +90,14 @@ class Trainer(config.Trainer):
                 first_step=first,
                 device=self.device,
                 run_config=config.to_dict(self.config),
-                mesh=axis_ranks(self.mesh),
+                mesh=axis_ranks(self.mesh, context),
                 mode=self.mode,
                 tokens_per_step=self.config.tokens_per_step,
                 flops_per_token=self.config.model.flops_per_token(training.seq_len),
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
             )
-            dp_size = self.dims.dp_replicate * self.dims.dp_shard
-            with (
-                recorder,
-                closing(build_batches(self.config, dp_rank=data_rank(self.mesh), dp_size=dp_size)) as self.batches,
-            ):
+            dp_rank, dp_size = self.dims.data_rank(self.mesh), self.dims.dp_replicate * self.dims.dp_shard
+            with recorder, closing(build_batches(self.config, dp_rank=dp_rank, dp_size=dp_size)) as self.batches:
                 with recorder.category("parameter"):
                     self.model = self._build_model(recorder)
                 self.optimizer = build_optimizer(self.config.optimizer, self.model.parameters(), self.device)
@@ -119,7 +119,7 @@ class Trainer(config.Trainer):
                     losses.append(self._step(step, recorder, tags=["checkpoint"] if saves else []))
                     # Compilation and connections are done: what takes long from here on hangs.
                     if step == first and not rehearses:
-                        set_timeouts(self.mesh, training.train_timeout_s)
+                        set_timeouts(self.mesh, context, training.train_timeout_s)
                     if saves:
                         checkpoints.save(step + 1)
                 return [loss.item() for loss in losses]
@@ -133,7 +133,9 @@ class Trainer(config.Trainer):
             model = own_part(model, self.plan, self.mesh.get_local_rank("pp"))
         if self.dims.tp > 1:
             shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel, async_op=layout.tp_async)
-        checkpoint_layers(model, self.config.activation_checkpoint)
+        if self.context is not None:
+            self.context.shard(model)
+        checkpoint_layers(model, self.config.activation_checkpoint, keeps_attention=self.context is None)
         roots = [model]
         if self.plan is not None:
             roots = stage_modules(model, self.plan, self.mesh.get_local_rank("pp"))
@@ -204,14 +206,16 @@ class Trainer(config.Trainer):
         return loss.detach()
 
     def _sum_over_data(self, value: torch.Tensor) -> None:
-        """Adds up a 0-d tensor over all ranks that see different samples, one axis after the other."""
+        """Adds up a 0-d tensor over all ranks that see different tokens, one axis after the other."""
         for group in self.data_groups:
             dist.all_reduce(value, group=group)
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This data-parallel rank's tokens and labels, int64 [micro_batch, seq], of a pipeline all micro-batches of a
-        pass; ranks that differ on other axes share them."""
+        """This rank's tokens and labels, int64 [micro_batch, seq], of a pipeline all micro-batches of a pass; of seq
+        under context parallelism its part. Ranks of the same `tp` and `pp` groups share them."""
         tokens, labels = self.batches.next_batch()
+        if self.model.positions is not None:
+            tokens, labels = tokens[:, self.model.positions], labels[:, self.model.positions]
         return tokens.to(self.device), labels.to(self.device)
 
 
@@ -266,10 +270,10 @@ def process_group(device: torch.device, timeout_s: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def set_timeouts(mesh: DeviceMesh, seconds: int) -> None:
+def set_timeouts(mesh: DeviceMesh, context: dist.ProcessGroup | None, seconds: int) -> None:
     """From now on a collective of any group that hangs this long ends the run."""
     groups = [group for axis in mesh.mesh_dim_names or () if (group := axis_group(mesh, axis)) is not None]
-    for group in [dist.group.WORLD, *groups, *reduce_scatter_groups()]:
+    for group in [dist.group.WORLD, *groups, *([context] if context else []), *reduce_scatter_groups()]:
         # torch up to 2.13 has no public way; dist.set_timeout comes later.
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from harness.trainer.collectives import all_gather_single, reduce_scatter_single
 from harness.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
-
-# torch 2.13 gave them other names and warns of the older ones.
-_c10d: Any = dist
-all_gather_single = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
-reduce_scatter_single = getattr(_c10d, "reduce_scatter_single", None) or _c10d.reduce_scatter_tensor
 
 
 class Collectives(Workload):

@@ -16,8 +16,8 @@ from harness.errors import UsageError
 from harness.ledger.communication import by_dimension_and_kind, collectives
 from harness.record.collectives import OPERATORS
 from harness.recording import MODE_VARIABLE
+from harness.trainer.collectives import all_gather_single, reduce_scatter_single
 from harness.trainer.legacy_streams import Issued, RecordStreams, after_collectives, collective_memory
-from harness.workloads.collectives import all_gather_single, reduce_scatter_single
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from harness.config import CollectiveMemory, Recorder, Trainer, Training, Window
 from harness.memory.device import analyse_device
 from harness.memory.snapshot import read_snapshot
 from harness.recording import read_recording, snapshot_path
+from harness.trainer.collectives import all_gather_single, reduce_scatter_single
 from harness.trainer.legacy_streams import collective_memory
-from harness.workloads.collectives import all_gather_single, reduce_scatter_single
 from harness.workloads.config import Collectives
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

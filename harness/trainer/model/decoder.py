@@ -36,6 +36,8 @@ class Decoder(config.Decoder, nn.Module):
         nn.Module.__init__(self)
         self.config = config
         self.seq_len = seq_len
+        self.positions: torch.Tensor | None = None
+        """Of the tokens in their sequence where a rank has some of them only: int64 [tokens], on the CPU."""
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -45,7 +47,8 @@ class Decoder(config.Decoder, nn.Module):
 
     def _rotary_table(self) -> torch.Tensor:
         device = self.rotary.device if "rotary" in self._buffers else torch.get_default_device()
-        return rotary_table(self.seq_len, self.config.head_dim, self.config.rope_theta, device)
+        table = rotary_table(self.seq_len, self.config.head_dim, self.config.rope_theta, device)
+        return table if self.positions is None else table[self.positions.to(device)]
 
     def tie_embeddings(self) -> None:
         """Makes the head use the embedding's parameter where the configuration says so; again after anything that
@@ -57,7 +60,7 @@ class Decoder(config.Decoder, nn.Module):
         """A decoder of the named modules (`layers.3`, `norm`) of this one, which both then hold."""
         part = Decoder.__new__(Decoder)
         nn.Module.__init__(part)
-        part.config, part.seq_len = self.config, self.seq_len
+        part.config, part.seq_len, part.positions = self.config, self.seq_len, self.positions
         part.tok_embeddings = self.tok_embeddings if "tok_embeddings" in names else None
         part.layers = nn.ModuleDict({n: layer for n, layer in self.layers.items() if f"layers.{n}" in names})
         part.norm = self.norm if "norm" in names else None

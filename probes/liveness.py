@@ -110,8 +110,13 @@ def fsdp_method(knob: Knob) -> str | None:
 
 def require_taken(arms: Sequence[Arm]) -> None:
     """Raises `UsageError` for allocator options that the installed torch refuses, with its own words: it would do so
-    in every rank, seconds into a trial."""
-    given = {arm.name: value for arm in arms for name in alloc_conf.NAMES if (value := arm.environment.get(name))}
+    in every rank, seconds into a trial. An arm with an interpreter of its own has another torch."""
+    given = {
+        arm.name: value
+        for arm in arms
+        for name in alloc_conf.NAMES
+        if arm.python is None and (value := arm.environment.get(name))
+    }
     if not given:
         return
     child = subprocess.run(

@@ -9,9 +9,9 @@ def _not_captured(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction:
     layout = config.parallelism
     if layout.pp > 1:
         why = "a pipeline's schedule sends and receives between micro-batches"
-    elif config.dp_shard > 1:
+    elif config.fsdp_shards > 1:
         why = (
-            f"with dp_shard={config.dp_shard} FSDP2 frees parameters and gathers them again through the caching "
+            f"with {config.fsdp_shards} shards FSDP2 frees parameters and gathers them again through the caching "
             "allocator, on side streams, in every forward and backward"
         )
     elif layout.tp > 1:

@@ -20,7 +20,7 @@ def _gathered_by_schedule(config: Trainer.Config, mode: Mode, arm: Arm) -> Inact
 
 
 def _not_sharded(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
-    if config.dp_shard == 1:
+    if config.fsdp_shards == 1:
         return Inaction(
             "unavailable in this build",
             "nothing is gathered or scattered with parallelism.dp_shard=1: shard over two ranks or more",

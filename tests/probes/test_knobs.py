@@ -184,7 +184,7 @@ def test_a_threshold_without_a_memory_limit_is_said_to_be_ignored():
 
 
 @pytest.mark.parametrize(
-    ("config", "why"), [(SINGLE, "on a single rank too"), (FSDP4, "with dp_shard=4"), (TP4, "with tp=4")]
+    ("config", "why"), [(SINGLE, "on a single rank too"), (FSDP4, "with 4 shards"), (TP4, "with tp=4")]
 )
 def test_cuda_graphs_are_unavailable_for_a_reason_of_each_layout(config: Trainer.Config, why: str):
     (known,) = known_of("cuda_graphs", config)

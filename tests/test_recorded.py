@@ -13,6 +13,7 @@ from harness.report import build
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "runs" / "recorded"
+PEAKS = ("allocated", "active")
 LIMIT_BYTES = 15 * 2**20
 NAMES = sorted(path.parent.name for path in RECORDED.glob("*/manifest.json"))
 
@@ -39,8 +40,18 @@ def test_what_one_hardware_queue_does():
     assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in title for title in titles)
 
 
+def test_what_record_stream_does():
+    held, recorded = (build(RECORDED / f"h200_collectives_{name}") for name in ("references", "record_stream"))
+    peaks = [{name: report.metrics[f"peak_{name}_bytes"].value for name in PEAKS} for report in (held, recorded)]
+    assert peaks[0]["allocated"] == peaks[1]["allocated"] == peaks[0]["active"]
+    assert peaks[1]["active"] > 10 * peaks[0]["active"]
+    (stacking,) = [finding for finding in recorded.findings if "stacks up" in finding.title]
+    assert all(site in stacking.where for site in (":all_gather", ":multiply", ":reduce_scatter"))
+    assert not any("stacks up" in finding.title for finding in held.findings)
+
+
 def test_all_of_it_is_small():
-    assert len(NAMES) >= 3
+    assert len(NAMES) >= 5
     assert sum(path.stat().st_size for path in RECORDED.rglob("*") if path.is_file()) <= LIMIT_BYTES
 
 

@@ -20,6 +20,8 @@ OF_EACH_RUN = frozenset(
         "TORCHELASTIC_ERROR_FILE",
         "TORCHELASTIC_RUN_ID",
         "TORCHELASTIC_RESTART_COUNT",
+        "CUDA_MPS_LOG_DIRECTORY",  # in mode shared-gpu each run has a daemon of its own
+        "CUDA_MPS_PIPE_DIRECTORY",
     }
 )
 

@@ -83,7 +83,7 @@ def step_times(series: Mapping[str, Sequence[Mapping[str, Any]]], height: int = 
                 fill=runs["fill"], color=runs["color"], shape=runs["shape"], fillOpacity=full
             )
         )
-    for row, label in enumerate(series):  # what is cut says its time, run above run
+    for row, label in enumerate(dict.fromkeys(frame["run"])):  # what is cut says its time, run above run
         of_run = base.transform_filter(alt.datum.run == label)
         layers.append(
             of_run.mark_text(dx=4, dy=9 + 13 * row, align="left", fontSize=11, color=GREY).encode(text="beyond:N")

@@ -9,11 +9,13 @@ import streamlit as st
 from dashboard import charts, commands, data, state, states, tables
 from dashboard.discover import Run, run_at
 from harness.compare import METRICS, Comparison, check, compare_runs, parse_bound
+from harness.compare.difference import Difference
 from harness.errors import UsageError
-from harness.text import quantity, signed_percent
+from harness.text import counted, quantity, signed_percent
 
 TITLE, ICON, ORDER, ABOUT = "Compare", ":material/compare_arrows:", 60, "folder"
 
+ONE_SIDED = 8
 VERDICTS: dict[str, tuple[str, Any]] = {
     "better": ("▲ better", "green"),
     "worse": ("▼ worse", "red"),
@@ -73,10 +75,17 @@ def differences(comparison: Comparison) -> None:
     if not comparison.differences:
         st.caption("The runs state nothing they differ in.")
         return
-    rows = [
-        {"what": item.what, "a": said(item.a), "b": said(item.b)}
-        for item in sorted(comparison.differences, key=lambda item: item.what.startswith("git"))
-    ]
+    both = [item for item in comparison.differences if item.a is not None and item.b is not None]
+    one = [item for item in comparison.differences if item.a is None or item.b is None]
+    if both or len(one) <= ONE_SIDED:
+        listed(both or one)
+    if one and (both or len(one) > ONE_SIDED):
+        with st.expander(f"{counted(len(one), 'thing')} that only one of them states", expanded=len(one) <= ONE_SIDED):
+            listed(one)
+
+
+def listed(items: list[Difference]) -> None:
+    rows = [{"what": item.what, "a": said(item.a), "b": said(item.b)} for item in items]
     tables.show(rows, {"what": "", "a": "A", "b": "B"}, words="What the runs differ in")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from server import CLI, served
+from dashboard_server import CLI, served
 
 RECORDED = Path(__file__).parents[2] / "runs" / "recorded"
 TRACE = "h200x2_fsdp2/profiling/traces/iteration_8/rank0_trace.json.gz"

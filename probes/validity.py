@@ -28,8 +28,6 @@ Outcome = Literal["does not fit in memory", "hangs", "fails"]
 
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory(?!, unless)|can't allocate memory", re.IGNORECASE)
 INTERRUPTED = ("interrupted by ", "the launcher itself failed")
-# A launch makes these anew; they lead to the same server.
-OF_EACH_LAUNCH = OF_EACH_RUN | {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"}
 SAME_VERSIONS = ("torch", "cuda", "nccl", "driver", "python")
 OF_AN_INTERPRETER = ("torch", "cuda", "nccl", "python")
 
@@ -160,7 +158,7 @@ def conditions(recording: Recording) -> dict[str, Any]:
     found |= dict(flat("config", manifest.get("config")))
     for rank, document in sorted(recording.ranks.items()):
         for name, value in (document.get("environment_before") or {}).items():
-            if name not in OF_EACH_LAUNCH:
+            if name not in OF_EACH_RUN:
                 found[f"environment {name} of rank {rank}"] = value
     return found
 

@@ -187,6 +187,7 @@ def plan(args: argparse.Namespace) -> Experiment:
     if choice.device == "cpu" and primary == "peak_reserved_bytes" and not knob.needs_cuda:
         raise UsageError(f"mode {mode} has no reserved bytes and {primary} decides: name another with --metric")
     configs = {arm.name: with_overrides(config, list(arm.overrides.items())) for arm in arms}
+    knob = knob.in_mode(mode)
     idle = liveness.inactions(arms, knob, config, mode)
     if args.force and idle and not any(arm.environment or arm.overrides for arm in arms):
         raise UsageError(f"--force: no arm of {knob.name} sets anything: {next(iter(idle.values())).reason}")

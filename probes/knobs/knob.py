@@ -92,6 +92,8 @@ class Knob:
     field_values: tuple[str, ...] = ()
     """Those of `values` that are the field's, where the knob has a variable, too."""
     default: str | None = None
+    default_under_mps: str | None = None
+    """What an unset variable means to ranks that share a GPU, where that is another."""
     threshold: float | None = None
     known: tuple[str, ...] = ()
     needs_cuda: bool = False
@@ -101,6 +103,12 @@ class Knob:
     normal: Callable[[str], str] = str
     inaction: Callable[[Trainer.Config, Mode, Arm], Inaction | None] = lambda config, mode, arm: None
     fsdp_methods: tuple[str, ...] = ()
+
+    def in_mode(self, mode: Mode) -> Knob:
+        """The knob with the default that counts there."""
+        if mode != "shared-gpu" or self.default_under_mps is None:
+            return self
+        return replace(self, default=self.default_under_mps)
 
     def arms(self, values: Sequence[str] | None = None) -> list[Arm]:
         """The arms that `values` mean, in this order. A value `NAME=VALUE` sets that variable instead of the knob's,

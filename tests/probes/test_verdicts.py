@@ -196,6 +196,9 @@ def test_same_setting_written_in_another_way_is_recognised():
         old: f"{old} is the same setting as {new}: the old and the new name of one variable"
     }
     assert found("max_connections", "unset", "unset") == {}, "an A/A is asked for"
+    mps = KNOBS["max_connections"].in_mode("shared-gpu")
+    assert list(same_settings(mps.arms(["unset", "8", "2"]), mps, config)) == ["2"], "a client of MPS has 2 if unset"
+    assert KNOBS["alloc_conf.expandable_segments"].in_mode("shared-gpu").default == "expandable_segments:False"
     assert found("reshard", "default", "always") == {}
 
 

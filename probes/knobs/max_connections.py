@@ -19,8 +19,8 @@ KNOB = Knob(
     known=(
         "FSDP2 on 2 H200s, 3 runs each: 1 took 170.3 ms a step and hid 28–44 % of its communication, unset 165.3 ms "
         "and 81–90 %, 32 165.5 ms and 77–87 %: 1 costs 3 %, 32 gains nothing",
-        "unset is 8, CUDA's documented default; to a client of MPS it is 2 (counted on an H200), so that 8 is a setting "
-        "of its own in mode shared-gpu",
+        "unset is 8, CUDA's documented default; to a client of MPS it is 2, counted on an H200, so that 8 is another "
+        "setting in mode shared-gpu",
         "32 with 4 ranks on one GPU under MPS failed: the connections are a shared pool",
     ),
 )

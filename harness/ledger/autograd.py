@@ -9,9 +9,13 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from harness.ledger.recompute import Frame
 from harness.ledger.tape import Storage, Tape
+
+ACCUMULATE_GRAD = 1 << 62
+"""Order of the nodes that store gradients: they run as soon as they are ready."""
 
 
 @dataclass(slots=True)
@@ -25,21 +29,37 @@ class Gradient:
 
 
 Backward = Callable[[Gradient], Sequence[Gradient | None]]
+Wanted = Literal["both", "inputs", "weights"]
 
 
 class Node:
     """One operation of backward. `backward` takes the gradient of the output and returns one per entry of `inputs`;
-    what the operation saved lives in that closure and goes with it."""
+    what the operation saved lives in that closure and goes with it.
 
-    __slots__ = ("backward", "inputs", "instant", "order")
+    Where only inputs are wanted (`Graph.wanted`), it returns in the place of a weight's gradient what that will be
+    computed from, and is called again with it, for the weight alone. `is_weight`: it stores the gradient of one.
+    """
 
-    def __init__(self, order: int, inputs: Sequence[Node | None], backward: Backward, instant: str | None) -> None:
-        self.order, self.inputs, self.instant = order, tuple(inputs), instant
+    __slots__ = ("backward", "inputs", "instant", "is_weight", "order")
+
+    def __init__(
+        self,
+        order: int,
+        inputs: Sequence[Node | None],
+        backward: Backward,
+        instant: str | None,
+        *,
+        is_weight: bool = False,
+    ) -> None:
+        self.order, self.inputs, self.instant, self.is_weight = order, tuple(inputs), instant, is_weight
         self.backward: Backward | None = backward
 
     def __lt__(self, other: Node) -> bool:
         """Of two nodes that are ready, the one recorded later runs first."""
         return self.order > other.order
+
+
+Kept = tuple[Node, Gradient]
 
 
 @dataclass(slots=True)
@@ -60,6 +80,7 @@ class Graph:
         self.sums_in_place = sums_in_place
         self.recorded = 0
         self.instant: str | None = None
+        self.wanted: Wanted = "both"
         self.frame: Frame | None = None
         """Of the checkpointed region that is being computed."""
 
@@ -68,6 +89,11 @@ class Graph:
         """This is backward, which computes a checkpointed region again."""
         return self.frame is not None and self.frame.computes_again
 
+    def release(self, saved: list[Storage]) -> None:
+        """An operation lets go of what it saved as soon as it has it at hand, unless it will run again."""
+        if self.wanted != "inputs":
+            saved.clear()
+
     def record(self, inputs: Sequence[Tensor], backward: Backward, *, saves: bool = True) -> Node:
         """`saves`: backward needs something of forward, which a checkpointed region does not keep."""
         self.recorded += 1
@@ -75,8 +101,14 @@ class Graph:
             backward = self.frame.record(backward)
         return Node(self.recorded, [x.node for x in inputs], backward, self.instant)
 
-    def backward(self, root: Node, gradient: Gradient) -> None:
-        """Runs every node below `root` once all gradients of its output have arrived."""
+    def backward(self, root: Node, gradient: Gradient, wanted: Wanted = "both") -> list[Kept]:
+        """Runs every node below `root` once all gradients of its output have arrived.
+
+        With `inputs` wanted nothing that was saved goes, no weight gets a gradient, and what `backward_weights` needs
+        for them is returned, in the order of backward (torch/distributed/pipelining/_backward.py).
+        """
+        self.wanted = wanted
+        kept: list[Kept] = []
         missing = self._consumers(root)
         arrived: dict[Node, Gradient] = {root: gradient}
         del gradient
@@ -89,10 +121,15 @@ class Graph:
                 self.tape.instant(f"backward: {instant}")
             assert node.backward is not None
             results = list(node.backward(arrived.pop(node)))
-            node.backward = None
+            if wanted == "both":
+                node.backward = None
             for below in reversed(node.inputs):
                 result = results.pop()
                 if below is None:
+                    continue
+                if wanted == "inputs" and below.is_weight:
+                    assert result is not None
+                    kept.append((node, result))
                     continue
                 if result is not None:
                     arrived[below] = self._sum(arrived.pop(below), result) if below in arrived else result
@@ -100,6 +137,24 @@ class Graph:
                 missing[below] -= 1
                 if missing[below] == 0 and below in arrived:
                     heapq.heappush(ready, below)
+        return kept
+
+    def backward_weights(self, kept: list[Kept]) -> None:
+        """Gives weights their gradients, those nearest to the input first; nodes without weights keep what they saved
+        until the last one is done."""
+        self.wanted = "weights"
+        while kept:
+            node, gradient = kept.pop()
+            assert node.backward is not None
+            results = list(node.backward(gradient))
+            node.backward = None
+            del gradient
+            for below, result in zip(node.inputs, results, strict=True):
+                if below is not None and below.is_weight:
+                    assert below.backward is not None
+                    assert result is not None
+                    below.backward(result)
+            del results
 
     def _sum(self, first: Gradient, second: Gradient) -> Gradient:
         if self.sums_in_place and not first.is_view:

@@ -33,6 +33,8 @@ class Operators:
         self.tape, self.quantities, self.target, self.e = tape, quantities, target, element
         self.graph = Graph(tape, sums_in_place=target == "cuda")
         self.handles: dict[str, Storage] = {}
+        self.adds_up_gradients = False
+        """Gradients of several backwards are added up before they are reduced, as in a pipeline."""
 
     def new(self, category: str, coefficient: int, monomial: str) -> Storage:
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
@@ -61,10 +63,13 @@ class Operators:
         self._cublas("forward")
         out = Tensor(self.kept(lambda: self.new(category, e, outer), is_product=True))
 
-        def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient]:
+        def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient | None]:
             self._cublas("backward")
+            wanted = self.graph.wanted
+            if wanted == "inputs":
+                return [self.gradient(e, inner, is_view=True), gradient]
             to_weight = Gradient(self.new("unsharded gradients", e, matrix), is_view=True)
-            return [self.gradient(e, inner, is_view=True), to_weight]
+            return [None if wanted == "weights" else self.gradient(e, inner, is_view=True), to_weight]
 
         out.node = self.graph.record([x, weight], backward)
         return out
@@ -100,15 +105,22 @@ class Operators:
         saved = [wide, scale, normalised]
         del wide, scale, normalised
 
-        def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
+        def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient | None]:
             wide, scale, normalised = saved
-            saved.clear()
+            self.graph.release(saved)
+            if self.graph.wanted == "weights":  # of the product alone, from the wide gradient
+                products = self.gradient(4, stream)
+                return [None, Gradient(self.new("unsharded gradients", self.e, "d"))]
             wide_gradient = self.gradient(4, stream) if casts else gradient
             del gradient
             to_normalised = self.gradient(4, stream)
-            products = self.gradient(4, stream)
-            to_weight = Gradient(self.new("unsharded gradients", self.e, "d"))
-            del products, wide_gradient, normalised
+            if self.graph.wanted == "inputs":
+                to_weight = wide_gradient
+            else:
+                products = self.gradient(4, stream)
+                to_weight = Gradient(self.new("unsharded gradients", self.e, "d"))
+                del products
+            del wide_gradient, normalised
             to_input = self.gradient(4, stream)
             products = self.gradient(4, stream)
             to_scale = self.gradient(4, rows)
@@ -128,8 +140,12 @@ class Operators:
         saved = x.storage, self.new(category, 4, rows)
         out = Tensor(self.new(category, self.e, stream))
 
-        def backward(gradient: Gradient, saved: tuple[Storage, Storage] = saved) -> list[Gradient]:
-            return [self.gradient(self.e, stream), Gradient(self.new("unsharded gradients", self.e, "d"))]
+        def backward(gradient: Gradient, saved: tuple[Storage, Storage] = saved) -> list[Gradient | None]:
+            wanted = self.graph.wanted
+            to_input = None if wanted == "weights" else self.gradient(self.e, stream)
+            if wanted == "inputs":
+                return [to_input, gradient]
+            return [to_input, Gradient(self.new("unsharded gradients", self.e, "d"))]
 
         out.node = self.graph.record([x, weight], backward)
         return out
@@ -224,7 +240,7 @@ class Operators:
 
         def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
             scaled_q, scaled_k, repeated_v, probabilities = saved
-            saved.clear()
+            self.graph.release(saved)
             to_repeated_v = self.gradient(e, heads)
             to_probabilities = self.gradient(e, matrix)
             del gradient, repeated_v
@@ -281,13 +297,13 @@ class Operators:
         """Look-up of T rows; keeps only the token numbers, which are the batch itself.
 
         Under tensor parallelism the gradient comes with the rows of all ranks: DTensor has `embedding_dense_backward`
-        make it whole, and copies this rank's rows out of it.
+        make it whole, and FSDP2 has this rank's rows copied out of it when it reduces (`adds_up_gradients`: not yet).
         """
         out = Tensor(self.new(category, self.e, "T·d"))
 
         def backward(gradient: Gradient) -> list[Gradient]:
             whole = self.new("unsharded gradients", self.e, "V·d")
-            if self.quantities.values["t"] == 1:
+            if self.quantities.values["t"] == 1 or self.adds_up_gradients:
                 return [Gradient(whole)]
             del gradient
             return [Gradient(self.new("unsharded gradients", self.e, "V·d/t"), whole=whole)]

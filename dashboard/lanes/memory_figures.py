@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from harness.memory.steps import recorded_composition
 from harness.recording import Recording
 
 Row = dict[str, Any]
@@ -19,7 +20,7 @@ def step_rows(memory: Row | None, steps: Sequence[Row], ranks: Collection[int | 
         rows = [
             {"rank": rank, "step": step["step"], **peaks} for step in steps for rank, peaks in step["ranks"].items()
         ]
-    return [row for row in rows if row["rank"] in ranks]
+    return [row for row in rows if row["rank"] in ranks and any(row[name] is not None for name in PEAKS)]
 
 
 def as_series(rows: Sequence[Row]) -> list[Row]:
@@ -112,6 +113,23 @@ def residual_rows(recording: Recording, ranks: Collection[int | None]) -> list[R
                 "residual_bytes": most["nvml_process_bytes"] - most["reserved_bytes"],
             }
         )
+    return found
+
+
+def recorded_compositions(recording: Recording, ranks: Collection[int | None]) -> list[Row]:
+    """Per rank the step with the highest allocated peak of which a row says what it consisted of (CPU): `rank`, `step`,
+    `bytes` and `parts`, category -> bytes."""
+    found = []
+    for rank, rows in sorted(recording.steps.items()):
+        known = [
+            (row["peak_allocated_bytes"], row["step"], shares)
+            for row in rows
+            if whole(row, "peak_allocated_bytes") and whole(row, "step") and (shares := recorded_composition(row))
+        ]
+        if rank in ranks and known:
+            peak, step, shares = max(known, key=lambda one: one[0])
+            parts = {share["category"]: share["bytes"] for share in shares}
+            found.append({"rank": rank, "step": step, "bytes": peak, "parts": parts})
     return found
 
 

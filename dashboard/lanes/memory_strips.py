@@ -7,7 +7,7 @@ from typing import Any
 
 from dashboard.lanes.picture import Shown, Strip
 from dashboard.lanes.source import Moment
-from dashboard.lanes.strip import Curves, curves_of
+from dashboard.lanes.strip import NS_PER_US, Curves, curves_of
 from dashboard.store import Extract
 from harness.text import size
 
@@ -35,9 +35,29 @@ def beside(extract: Extract, moment: Moment, shown: Sequence[Shown]) -> list[Str
                     offset_ns=-moment.origin_ns,
                     height=90,
                     marks=peak_marks(item, first),
+                    pending_marks=pending_marks(item),
                 )
             )
     return found
+
+
+def oom_marks(item: dict[str, Any], memory: dict[str, Any]) -> list[tuple[int, int, str]]:
+    """The moments at which an allocation failed, of the object of `memory --json`."""
+    return [
+        (oom["time_us"] * NS_PER_US, oom["active_bytes"], f"out of memory: asked for {size(oom['size_bytes'])}")
+        for file in memory["files"]
+        if file["file"] == item["file"]
+        for device in file["devices"]
+        if device["device"] == item["device"]
+        for oom in device["oom"]
+        if oom["time_us"] is not None and oom["active_bytes"] is not None
+    ]
+
+
+def pending_marks(item: dict[str, Any]) -> list[tuple[int, int, str]]:
+    """The allocation at which most was pending."""
+    most = sum(share["bytes"] for share in item["pending"])
+    return [] if item["pending_ns"] is None else [(item["pending_ns"], most, f"{size(most)} at an allocation")]
 
 
 def peak_marks(item: dict[str, Any], first_ns: int) -> list[tuple[int, int, str]]:

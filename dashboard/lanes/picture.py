@@ -38,7 +38,8 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strip:
-    """Memory of a device; `marks` are (time, bytes, words) in its own time. `height` in pixels."""
+    """Memory of a device; `marks` are (time, bytes, words) in its own time, `pending_marks` those of the pending band.
+    `height` in pixels."""
 
     label: str
     group: str
@@ -46,6 +47,7 @@ class Strip:
     offset_ns: int
     height: int = 110
     marks: Sequence[tuple[int, int, str]] = ()
+    pending_marks: Sequence[tuple[int, int, str]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,9 +266,14 @@ def _strip(strip: Strip, edges: Ns, arrays: payload.Arrays) -> dict[str, Any]:
         "unit_name": unit_name,
         "known": [int(clock[0]) + strip.offset_ns, int(clock[-1]) + strip.offset_ns] if len(clock) else [0, 0],
         "looks": LEVELS,
-        "marks": [{"time": at + strip.offset_ns, "bytes": level, "label": words} for at, level, words in strip.marks],
+        "marks": _marks(strip.marks, strip.offset_ns),
+        "pending_marks": _marks(strip.pending_marks, strip.offset_ns),
         "columns": {name: arrays.add(values) for name, values in columns.items()},
     }
+
+
+def _marks(marks: Sequence[tuple[int, int, str]], offset_ns: int) -> list[dict[str, Any]]:
+    return [{"time": at + offset_ns, "bytes": level, "label": words} for at, level, words in marks]
 
 
 def _band(band: Band, place: int) -> dict[str, Any]:

@@ -60,18 +60,11 @@ def page() -> None:
         )
         return
     shown = choose(timeline, known)
-    if shown.items:
-        over_time(run, shown)
+    if shown.items and memory is not None:
+        over_time(run, shown, memory)
         composition(shown)
     else:
-        states.empty(
-            "No snapshot with a history of these ranks: no curve, no composition and no stacking. The peaks below are "
-            "those of the recording's step rows."
-            if memory is None or not memory["files"]
-            else "The snapshot of these ranks has no history (torch.cuda.memory._record_memory_history was off): its "
-            "final levels are below, peaks and stacking are unknown.",
-            RECORD,
-        )
+        without_history(mode, memory, shown, rows)
     files = {file["file"] for file in memory["files"] if file["rank"] in shown.ranks} if memory is not None else set()
     if memory is not None and files:
         of_snapshots(memory, files)
@@ -80,6 +73,30 @@ def page() -> None:
         notes(memory, files)
     path = shlex.quote(str(run.path))
     commands.show([f"meshscope memory {path} --by {level}" for level in ("step", "phase", "category", "site")])
+
+
+def without_history(mode: str, memory: dict[str, Any] | None, shown: Shown, rows: data.Rows | None) -> None:
+    """Why there is no curve, and what is known instead."""
+    if mode == "cpu":
+        states.empty(
+            "A CPU has no allocator that keeps a history: no curve over time and no stacking. In the memory window the "
+            "recorder counted live tensors; their peaks, and what the highest consisted of, are below."
+        )
+    elif memory is None or not memory["files"]:
+        states.empty(
+            "No snapshot of these ranks: no curve over time, no composition and no stacking. The peaks below are those "
+            "of the recording's step rows.",
+            RECORD,
+        )
+    else:
+        states.empty(
+            "The snapshots of these ranks have no history (torch.cuda.memory._record_memory_history was off): their "
+            "final levels are below, peaks and stacking are unknown.",
+            RECORD,
+        )
+    for found in memory_figures.recorded_compositions(rows.recording, shown.ranks) if rows is not None else ():
+        st.subheader(f"At the allocated peak of rank {found['rank']}, step {found['step']}: {size(found['bytes'])}")
+        charts.show(charts.shares(found["parts"]), f"The allocated peak of rank {found['rank']} by category")
 
 
 def ranks_of(memory: dict[str, Any] | None, rows: data.Rows | None) -> list[int | None]:
@@ -125,18 +142,14 @@ def snapshot_name(item: dict[str, Any]) -> str:
     return Path(item["file"]).name if item["rank"] is None else "snapshots"
 
 
-def over_time(run: Run, shown: Shown) -> None:
+def over_time(run: Run, shown: Shown, memory: dict[str, Any]) -> None:
     """The curves on one axis, with steps and phases above each."""
     strips, bands, last = [], [], 0
     for item in shown.items:
         curves = memory_strips.curves(shown.extract, item)
         group = group_of(item, shown)
         last = max(last, int(curves.time_ns[-1]) - shown.origin_ns)
-        marks = memory_strips.peak_marks(item, int(curves.time_ns[0]))
-        if item["pending"] and item["pending_ns"] is not None:
-            most = sum(share["bytes"] for share in item["pending"])
-            level = curves.level_at("active", item["pending_ns"])
-            marks.append((item["pending_ns"], level, f"{size(most)} pending"))
+        first = int(curves.time_ns[0])
         strips.append(
             Strip(
                 label=f"{group}: GPU memory held by the allocator",
@@ -144,10 +157,11 @@ def over_time(run: Run, shown: Shown) -> None:
                 curves=curves,
                 offset_ns=-shown.origin_ns,
                 height=HEIGHTS.get(len(shown.items), HEIGHT),
-                marks=marks,
+                marks=memory_strips.peak_marks(item, first) + memory_strips.oom_marks(item, memory),
+                pending_marks=memory_strips.pending_marks(item),
             )
         )
-        bands += bands_of(item, group, shown.origin_ns, int(curves.time_ns[0]), int(curves.time_ns[-1]))
+        bands += bands_of(item, group, shown.origin_ns, first, int(curves.time_ns[-1]))
     clock = shown.items[0]["clock"]
     axis = Axis(
         id=f"{run.name} {[item['file'] for item in shown.items]}", extent_ns=last + 1, unit="time" if clock else "event"

@@ -228,23 +228,35 @@ class Timeline {
       pen.globalAlpha = 1;
     }
     pen.textAlign = "left";
-    for (const mark of strip.marks) {
+    this.drawMarks(pen, strip.marks, box, toY);
+    if (strip.pendingBox) {
+      const band = { ...strip.pendingBox, left, right };
+      this.text(pen, `pending, to ${size(strip.pending_top)}`, 10, band.y + 17, this.left - 16);
+      this.painter.pending(strip, band, x, width);
+      this.drawMarks(pen, strip.pending_marks, band, () => band.y + 8);
+    }
+  }
+
+  // A triangle at each moment, its words beside it, none over another's.
+  drawMarks(pen, marks, box, toY) {
+    pen.font = `11px ${this.theme.font}`;
+    const taken = [];
+    for (const mark of marks) {
       const at = this.toX(mark.time);
-      if (at < box.left || at > box.right) continue;
+      if (at < box.left - 1 || at > box.right + 1) continue;
       const y = toY(mark.bytes);
+      pen.fillStyle = this.theme.text;
       pen.beginPath();
       pen.moveTo(at, y);
       pen.lineTo(at - 4, y - 7);
       pen.lineTo(at + 4, y - 7);
       pen.fill();
-      const room = box.right - at - 8;
-      pen.font = `11px ${this.theme.font}`;
       const wide = pen.measureText(mark.label).width;
-      this.outlined(pen, mark.label, room > wide ? at + 7 : at - 7 - wide, Math.max(y - 3, box.y + 6));
-    }
-    if (strip.pendingBox) {
-      this.text(pen, `pending, to ${size(strip.pending_top)}`, 10, strip.pendingBox.y + 17, this.left - 16);
-      this.painter.pending(strip, { ...strip.pendingBox, left, right }, x, width);
+      const x = at + 7 + wide < this.width - 8 ? at + 7 : at - 7 - wide;
+      let line = Math.max(y - 3, box.y + 6);
+      while (taken.some((one) => Math.abs(one.line - line) < 12 && x < one.to && x + wide > one.from)) line += 12;
+      taken.push({ line, from: x, to: x + wide });
+      this.outlined(pen, mark.label, x, line);
     }
   }
 

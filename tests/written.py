@@ -110,9 +110,16 @@ def write_kernels(
     return path
 
 
-def write_snapshot(path: Path, *, pending: int = 0, size: int = 100 * MIB, site: str = "/home/me/train.py") -> Path:
+def write_snapshot(
+    path: Path,
+    *,
+    pending: int = 0,
+    size: int = 100 * MIB,
+    site: str = "/home/me/train.py",
+    completes: bool = True,
+) -> Path:
     """A snapshot whose peak is two blocks of `size`; one is freed with `pending` further allocations before it can be
-    reused."""
+    reused, none of which the history shows if it does not complete."""
     frames = [{"filename": site, "line": 7, "name": "forward"}]
     base, time = 1 << 40, 1_000_000
     events: list[dict[str, Any]] = [{"action": "segment_alloc", "addr": base, "size": (pending + 3) * size}]
@@ -126,17 +133,17 @@ def write_snapshot(path: Path, *, pending: int = 0, size: int = 100 * MIB, site:
     for place in range(pending):
         event("alloc", 2 + place)
         event("free_requested", 2 + place)
-    event("free_completed", 0)
-    for place in range(pending):
-        event("free_completed", 2 + place)
+    for place in [0, *range(2, 2 + pending)] if completes else []:
+        event("free_completed", place)
     for index, item in enumerate(events):
         item |= {"stream": 0, "time_us": time + 10 * index}
+    freed = "inactive" if completes else "active_pending_free"
     blocks = [
         {"address": base + place * size, "size": size, "requested_size": size, "state": state, "frames": frames}
         for place, state in [
-            (0, "inactive"),
+            (0, freed),
             (1, "active_allocated"),
-            *((2 + p, "inactive") for p in range(pending + 1)),
+            *((2 + p, freed if p < pending else "inactive") for p in range(pending + 1)),
         ]
     ]
     total = sum(block["size"] for block in blocks)

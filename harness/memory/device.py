@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ class DeviceAnalysis:
     timeline: Timeline | None
     lives: Lives
     stacking: Stacking
+    pending: list[Share]
+    """What waited for a stream when most did, by allocation site, at `pending_us`."""
+    pending_us: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,9 @@ def analyse_device(device: Device) -> DeviceAnalysis:
     timeline = replay(device)
     lives = follow_blocks(device)
     place_blocks(device, lives)
-    return DeviceAnalysis(device, timeline, lives, measure_stacking(device, timeline, lives))
+    stacking = measure_stacking(device, timeline, lives)
+    pending, pending_us = pending_by_site(device, timeline, lives) if timeline else ([], None)
+    return DeviceAnalysis(device, timeline, lives, stacking, pending, pending_us)
 
 
 def summarise(item: DeviceAnalysis) -> DeviceSummary:
@@ -64,7 +70,6 @@ def summarise(item: DeviceAnalysis) -> DeviceSummary:
     device, timeline, lives = item.device, item.timeline, item.lives
     by_category = composition_by_category(device, timeline, lives) if timeline else []
     by_site = composition_by_site(device, timeline, lives) if timeline else []
-    pending, pending_us = pending_by_site(device, timeline, lives) if timeline else ([], None)
     steps = ranges_of(device.annotations, step_of_range)
     phases = ranges_of(device.annotations, phase_of_range)
     return DeviceSummary(
@@ -74,8 +79,8 @@ def summarise(item: DeviceAnalysis) -> DeviceSummary:
         by_category=by_category,
         by_site=by_site,
         holders_known=bool(device.holders),
-        pending=pending,
-        pending_us=pending_us,
+        pending=item.pending,
+        pending_us=item.pending_us,
         ranges=sorted([*steps, *phases], key=lambda found: found[1]),
     )
 
@@ -98,7 +103,7 @@ def device_json(item: DeviceAnalysis) -> dict[str, Any]:
         "final_allocated_bytes": final.allocated,
         "final_active_bytes": final.active,
         "final_reserved_bytes": final.reserved,
-        "stacking": stacking_json(stacking),
+        "stacking": stacking_json(stacking, item.pending),
         "peak_composition": None
         if composition is None
         else [{"category": share.name, "bytes": share.bytes} for share in composition],
@@ -107,8 +112,9 @@ def device_json(item: DeviceAnalysis) -> dict[str, Any]:
     }
 
 
-def stacking_json(stacking: Stacking) -> dict[str, Any]:
-    """The `stacking` item: sites over all streams, largest first."""
+def stacking_json(stacking: Stacking, pending: Sequence[Share]) -> dict[str, Any]:
+    """The `stacking` item: `sites` of the blocks that stacked over all streams, and `pending_sites` of what was pending
+    when most was, blocks included that nothing in the history shows to have become reusable; largest first."""
     sites: dict[str, tuple[int, int]] = {}
     for site in stacking.sites:
         blocks, total = sites.get(site.site, (0, 0))
@@ -120,6 +126,7 @@ def stacking_json(stacking: Stacking) -> dict[str, Any]:
         "pending_at_end_bytes": stacking.pending_at_end_bytes,
         "byte_seconds": stacking.byte_seconds,
         "sites": [{"site": site, "blocks": blocks, "bytes": total} for site, (blocks, total) in ordered],
+        "pending_sites": [{"site": share.name, "blocks": share.blocks, "bytes": share.bytes} for share in pending],
     }
 
 
@@ -229,6 +236,7 @@ def trace_device_json(events: DeviceEvents, dropped: int = 0) -> dict[str, Any]:
             "pending_at_end_bytes": None,
             "byte_seconds": None,
             "sites": [],
+            "pending_sites": [],
         },
         "peak_composition": None,
         "oom": [],

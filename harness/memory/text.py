@@ -119,12 +119,14 @@ def _stacking_lines(stacking: dict[str, Any], item: DeviceSummary | None) -> Ite
         f"at an allocation, {size(stacking['pending_at_end_bytes'])} at the end, "
         f"{'n/a' if seconds is None else f'{seconds / (1 << 30):.4f}'} GiB·s"
     )
-    if item is None or not item.stacking.sites:
+    if item is None:
         return
     sites = item.stacking.sites
     for site in sites[:_SITES_SHOWN]:
         yield f"      {size(site.bytes):>14} {counted(site.blocks, 'block'):>14}  {site.site}  (stream {site.stream})"
     yield from _omitted(len(sites) - _SITES_SHOWN, "sites")
+    if not sites and item.pending:  # nothing in the history shows that any of it became reusable
+        yield from _shares("pending when most was, by allocation site", item.pending, limit=_SITES_SHOWN)
 
 
 def _shares(title: str, shares: Sequence[Share], limit: int | None) -> Iterator[str]:

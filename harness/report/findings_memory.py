@@ -86,7 +86,7 @@ def stacking(report: Report) -> Iterator[Finding]:
     stacked = [
         (rank, device)
         for rank, device in devices(report)
-        if device["stacking"]["blocks"]
+        if device["stacking"]["max_pending_bytes"]
         and not_reusable(device) >= STACKED_BYTES
         and 100 * not_reusable(device) >= STACKED_PCT * (device["peak_active_bytes"] or 0)
     ]
@@ -97,7 +97,7 @@ def stacking(report: Report) -> Iterator[Finding]:
     found, active = device["stacking"], device["peak_active_bytes"]
     sites = [
         f"{one['site']} ({counted(one['blocks'], 'block')}, {size(one['bytes'])})"
-        for one in found["sites"][:SITES_SHOWN]
+        for one in (found["sites"] or found["pending_sites"])[:SITES_SHOWN]
     ]
     yield Finding(
         severity="high" if active and lost > 0.1 * active else "medium",

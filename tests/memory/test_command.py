@@ -20,6 +20,7 @@ DEVICE_KEYS = [
     "final_requested_bytes", "final_allocated_bytes", "final_active_bytes", "final_reserved_bytes",
     "stacking", "peak_composition", "oom", "notes",
 ]  # fmt: skip
+STACKING_KEYS = ["blocks", "max_pending_bytes", "pending_at_end_bytes", "byte_seconds", "sites", "pending_sites"]
 
 
 def stacked_snapshot() -> dict[str, Any]:
@@ -53,7 +54,7 @@ def test_json_has_every_key_and_whole_numbers(tmp_path: Path, capsys: pytest.Cap
     [device] = file["devices"]
     assert list(device) == DEVICE_KEYS
     assert all(type(device[key]) is int for key in DEVICE_KEYS if key.endswith("_bytes"))
-    assert list(device["stacking"]) == ["blocks", "max_pending_bytes", "pending_at_end_bytes", "byte_seconds", "sites"]
+    assert list(device["stacking"]) == STACKING_KEYS
     assert device["stacking"]["blocks"] == 12
     assert device["stacking"]["max_pending_bytes"] == 64 * MIB
     assert {tuple(share) for share in device["peak_composition"]} == {("category", "bytes")}
@@ -67,7 +68,7 @@ def test_traces_have_the_same_keys(tmp_path: Path, capsys: pytest.CaptureFixture
     [device] = json.loads(out)["files"][0]["devices"]
     assert code == 0
     assert list(device) == DEVICE_KEYS
-    assert list(device["stacking"]) == ["blocks", "max_pending_bytes", "pending_at_end_bytes", "byte_seconds", "sites"]
+    assert list(device["stacking"]) == STACKING_KEYS
 
 
 def test_text_states_peaks_stacking_and_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,7 @@ def test_bare_list_is_segments_only() -> None:
         "pending_at_end_bytes": 1000,
         "byte_seconds": None,
         "sites": [],
+        "pending_sites": [],
     }
 
 

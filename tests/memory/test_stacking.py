@@ -77,7 +77,7 @@ def test_sites_are_by_stream_and_joined_in_json() -> None:
     found = stacking_of(allocator)
     site = "/home/me/train.py:7:gather"
     assert found.sites == [SiteStacking(site, 7, 2, 2000), SiteStacking(site, 0, 1, 1000)]
-    assert stacking_json(found)["sites"] == [{"site": site, "blocks": 3, "bytes": 3000}]
+    assert stacking_json(found, [])["sites"] == [{"site": site, "blocks": 3, "bytes": 3000}]
 
 
 def test_an_allocation_on_another_device_does_not_count() -> None:

@@ -85,6 +85,18 @@ def test_stacking_names_its_sites(tmp_path):
     assert "train.py:7:forward" in found.where
 
 
+def test_what_never_became_reusable_is_named_too(tmp_path, capsys):
+    """A host so far ahead that no free completes within the window: nothing stacked by definition, all of it pending."""
+    write_snapshot(tmp_path / "rank0_snapshot.pickle", pending=3, completes=False)
+    (found,) = findings(tmp_path, "stacks up")
+    assert (found.severity, found.evidence["blocks"], found.evidence["max_pending_bytes"]) == ("high", 0, 300 * MIB)
+    assert "train.py:7:forward (3 blocks, 0.2930 GiB)" in found.where
+    assert main(["memory", str(tmp_path), "--no-cache"]) == 0
+    out = capsys.readouterr().out
+    assert "pending when most was, by allocation site" in out
+    assert "3 blocks  /home/me/train.py:7:forward" in out
+
+
 def test_no_stacking_no_finding(tmp_path):
     write_snapshot(tmp_path / "rank0_snapshot.pickle")
     assert findings(tmp_path, "stacks up") == []

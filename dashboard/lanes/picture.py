@@ -187,9 +187,10 @@ def _row(
 ) -> dict[str, Any]:
     shown, lane = row.shown, row.lane
     device = shown.device
-    numbers = np.array(
-        [tables.number(tables.classes, (one["role"], one["kind"], one["dimension"])) for one in device["classes"]]
-    )
+    numbers = np.zeros(len(device["classes"]), np.int64)
+    for index, _ in lane.class_covers:
+        one = device["classes"][index]
+        numbers[index] = tables.number(tables.classes, (one["role"], one["kind"], one["dimension"]))
     if lane.role == "exposed":
         mine = [tables.number(tables.classes, ("exposed", None, None))]
     else:

@@ -86,7 +86,7 @@ def test_stacking_names_its_sites(tmp_path):
 
 
 def test_what_never_became_reusable_is_named_too(tmp_path, capsys):
-    """A host so far ahead that no free completes within the window: nothing stacked by definition, all of it pending."""
+    """A host so far ahead that no free completes in the window: nothing stacked by definition, all is pending."""
     write_snapshot(tmp_path / "rank0_snapshot.pickle", pending=3, completes=False)
     (found,) = findings(tmp_path, "stacks up")
     assert (found.severity, found.evidence["blocks"], found.evidence["max_pending_bytes"]) == ("high", 0, 300 * MIB)

@@ -77,6 +77,7 @@ class Timeline {
     this.drawLegend();
     this.layout();
     this.draw();
+    this.root.dataset.replies = (Number(this.root.dataset.replies) || 0) + 1;
     // The first picture is made for a width that the server can only guess.
     if (!this.known || Math.abs(header.width - this.plot()) > 0.25 * this.plot()) this.ask();
     this.known = true;

@@ -54,8 +54,22 @@ def main() -> None:
         )
     chosen = st.navigation(list(state.PAGES.values()), position="hidden")
     with st.sidebar:
-        st.markdown(f"**meshscope**  \n:small[:gray[{states.escaped(str(state.root()))}]]")
-        state.choose_run()
-        for module in modules:
-            state.link(name_of(module), module.TITLE, icon=module.ICON)
+        sidebar(modules)
     chosen.run()
+
+
+def sidebar(modules: list[ModuleType]) -> None:
+    """The pages about the folder, then the choice of a run and the pages about that."""
+    st.markdown(f"**meshscope**  \n:small[:gray[{states.escaped(str(state.root()))}]]")
+    about_folder = st.container(gap="xxsmall")
+    there_is_one = state.choose_run()  # first, since every link names the run
+    with about_folder:
+        links([module for module in modules if module.ABOUT == "folder"])
+    if there_is_one:
+        with st.container(gap="xxsmall"):
+            links([module for module in modules if module.ABOUT == "run"])
+
+
+def links(modules: list[ModuleType]) -> None:
+    for module in modules:
+        state.link(name_of(module), module.TITLE, icon=module.ICON)

@@ -10,6 +10,7 @@ from typing import Any
 PLACES = {
     "predicted_": "ledger",
     "comm_": "overlap",
+    "exposed_": "overlap",
     "on_compute_stream_": "overlap",
     "wait_": "overlap",
     "max_pending_": "memory",

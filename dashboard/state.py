@@ -30,8 +30,8 @@ def runs() -> list[Run]:
     return data.runs_below(root())[0]
 
 
-def choose_run() -> None:
-    """The sidebar's choice of a run, kept in `?run=`. A name that is not listed but lies in the folder is offered, too;
+def choose_run() -> bool:
+    """The sidebar's choice of a run, kept in `?run=`; False if there is none. A name that is not listed but lies in the folder is offered, too;
     one that cannot be shown is explained by `current`.
 
     Not bound to the URL as a page's own choices are: a widget on all pages and links that name its value double it.
@@ -49,6 +49,7 @@ def choose_run() -> None:
     if names:
         label = "Recording"
         st.selectbox(label, names, key="run", format_func=lambda name: name or ".", on_change=_put_run_in_url)
+    return bool(names)
 
 
 def _put_run_in_url() -> None:

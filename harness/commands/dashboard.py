@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until it is interrupted, which is its good end: 0. Exits 2 for a port that is taken, 3 without a folder
     or if the server fails, 5 without Streamlit."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in what a shell starts in the background
+        signal.signal(number, signal.default_int_handler)
     directory = readable_folder(args.directory)
     port = free_port(args.port)
     with cache_folder(args.no_cache) as cache, serving(directory, port, cache) as server:
@@ -119,8 +121,6 @@ def serving(directory: Path, port: int, cache: str | None) -> Iterator[subproces
 
 
 def until_it_ends(server: subprocess.Popen[bytes], port: int) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in what a shell starts in the background
-        signal.signal(number, signal.default_int_handler)
     try:
         wait_until_ready(server, port)
         print(f"http://{ADDRESS}:{port}", flush=True)

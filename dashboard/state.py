@@ -31,8 +31,8 @@ def runs() -> list[Run]:
 
 
 def choose_run() -> bool:
-    """The sidebar's choice of a run, kept in `?run=`; False if there is none. A name that is not listed but lies in the folder is offered, too;
-    one that cannot be shown is explained by `current`.
+    """The sidebar's choice of a run, kept in `?run=`; False if there is none. A name that is not listed but lies in the
+    folder is offered, too; one that cannot be shown is explained by `current`.
 
     Not bound to the URL as a page's own choices are: a widget on all pages and links that name its value double it.
     """

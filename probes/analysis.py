@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 from harness.compare.metrics import Value
@@ -18,6 +19,7 @@ from probes.queue_arms import QueueStudy, read_for
 from probes.reduce import COMPARED, losses, trial_metrics
 
 Dead = Literal["ignored by this build", "unavailable in this build"]
+MetricsOf = Callable[[Path, int], dict[str, Value]]
 
 SCHEMA_VERSION = 1
 LOSS_TOLERANCE = 1e-2
@@ -156,10 +158,13 @@ def refused(experiment: Experiment, reason: str) -> Analysis:
     )
 
 
-def analyse(experiment: Experiment, progress: Progress, notes: Sequence[str] = ()) -> Analysis:
-    """Compares every arm with the first. Raises `InputError` for a recording that cannot be read any more."""
+def analyse(
+    experiment: Experiment, progress: Progress, notes: Sequence[str] = (), metrics_of: MetricsOf = trial_metrics
+) -> Analysis:
+    """Compares every arm with the first; `metrics_of` is `trial_metrics`, or that with a memory. Raises `InputError` for
+    a recording that cannot be read any more."""
     valid = [trial for trial, judged in progress.trials.items() if judged.state == "valid"]
-    values = {trial: trial_metrics(experiment.trial_directory(trial), experiment.warmup) for trial in valid}
+    values = {trial: metrics_of(experiment.trial_directory(trial), experiment.warmup) for trial in valid}
     queues = read_for(experiment)
     found = [*notes, *(queues.notes if queues else []), *progress.notes]
     comparisons = []

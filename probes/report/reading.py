@@ -12,10 +12,11 @@ from harness.config import from_dict
 from harness.errors import InputError, MeshscopeError
 from harness.modes import Start
 from harness.recording import Mode, read_json
-from probes.analysis import Analysis, analyse, refused
+from probes.analysis import Analysis, MetricsOf, analyse, refused
 from probes.engine import survey
 from probes.experiment import BUILD, PLAN, SCHEMA_VERSION, Experiment, Known
 from probes.knobs import KNOBS, Arm, Knob, variable_knob
+from probes.reduce import trial_metrics
 from probes.validity import RefusedError
 
 
@@ -82,15 +83,15 @@ def _knob(plan: _Plan) -> Knob:
     return replace(KNOBS.get(plan.knob) or variable_knob(plan.knob), hypothesis=plan.hypothesis)
 
 
-def read_analysis(directory: Path) -> Analysis:
+def read_analysis(directory: Path, metrics_of: MetricsOf = trial_metrics) -> Analysis:
     """The analysis of the trials that are there, by the functions that `meshscope probe` itself uses; nothing is
-    started or changed. Trials that have not ended are in `progress.unfinished`.
+    started or changed. Trials that have not ended are in `progress.unfinished`; `metrics_of` is as for `analyse`.
 
     Raises `InputError` for a folder without a readable plan.
     """
     experiment = read_experiment(directory.resolve())
     try:
-        return analyse(experiment, survey(experiment), _said_of_the_build(directory))
+        return analyse(experiment, survey(experiment), _said_of_the_build(directory), metrics_of)
     except RefusedError as error:
         return refused(experiment, str(error))
 

@@ -19,8 +19,8 @@ import msgspec
 from harness.doctor.facts import Question
 from harness.errors import InputError
 from harness.mps import mps
-from harness.recording import atomic_path, read_json
-from harness.text import milliseconds, percent, table
+from harness.recording import Mode, atomic_path, read_json
+from harness.text import milliseconds, table
 from probes import queue_findings, queues
 from probes.experiment import Experiment
 from probes.knobs import UNSET, Arm
@@ -30,10 +30,11 @@ from probes.surroundings import without
 
 SCHEMA_VERSION = 1
 WORKER = Path(__file__).with_name("queues_worker.py")
-# Three for each of the 32 queues that a context can have at most: a queue with one stream may hide one with none.
-STREAMS = 96
-ROUNDS, MOST_ROUNDS = 3, 50
-ONCE_S, ROUND_S = 240.0, 30.0  # the program's own limits add up to less
+# One stream more than there are queues shows them, some more that it was no chance. A context has 32 at most today;
+# more would be counted where as many are asked for.
+LEAST_STREAMS, BEYOND, MOST_STREAMS = 48, 16, 128
+ROUNDS, MOST_ROUNDS = 5, 50
+ONCE_S, ROUND_S = 240.0, 45.0  # the program's own limits add up to less
 OUTSIDE = "measured in one process on the first device"
 UNDER_MPS = (
     f"{OUTSIDE}, the only client of an MPS daemon of its own; ranks that share a GPU share its connections, so that "
@@ -54,7 +55,8 @@ class QueueStudy:
 
     @property
     def findings(self) -> list[str]:
-        return queue_findings.findings(self.arms, KNOB.default)
+        """In words; an unset variable means less to a client of MPS."""
+        return queue_findings.findings(self.arms, KNOB.in_mode(self._mode).default)
 
     @property
     def notes(self) -> list[str]:
@@ -69,10 +71,10 @@ class QueueStudy:
 
     def to_json(self) -> dict[str, Any]:
         """The object of `--queues --json`, and `queues` of analysis.json. Latencies are in nanoseconds by number of
-        streams; everything in `rounds` and `classes` counts streams in the order of their creation, from 0."""
+        streams."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "mode": "shared-gpu" if self.under_mps else "real",
+            "mode": self._mode,
             "variable": KNOB.variable,
             "device": self.device,
             "took_effect": queue_findings.took_effect(self.arms),
@@ -97,38 +99,30 @@ class QueueStudy:
             [
                 arm.arm,
                 _count(arm.estimate),
-                "n/a" if arm.estimate.low is None else f"{arm.estimate.low}–{arm.estimate.high}",
-                _sizes(arm.estimate.class_sizes),
+                _interval(arm.estimate),
                 _contradicting(arm.estimate),
                 *(_latency(arm.estimate, streams) for streams in (4, 12)),
-                _held_up(arm.estimate),
                 "n/a" if (seconds := self.seconds.get(arm.arm)) is None else f"{seconds:.1f} s",
             ]
             for arm in self.arms
         ]
-        head = [
-            "arm",
-            "queues",
-            "interval",
-            "streams each",
-            "contradicting",
-            "4 streams",
-            "12 streams",
-            "held up",
-            "took",
-        ]
+        head = ["arm", "queues", "interval", "contradicting", "4 streams", "12 streams", "took"]
         return "\n".join(
             [
                 f"hardware queues of a CUDA context by {KNOB.variable}, {self.device or 'no device'}",
                 *table(head, rows),
                 "  4 streams, 12 streams: when independent work in the last one ends, ms, while all others wait for a",
-                "  kernel in the first; held up: the smallest number of streams at which it waits with them",
+                "  kernel in the first; contradicting: numbers of streams that say otherwise than the count",
                 "",
                 *self.findings,
                 f"note: {self._how()}",
                 f"observations: {self.directory}",
             ]
         )
+
+    @property
+    def _mode(self) -> Mode:
+        return "shared-gpu" if self.under_mps else "real"
 
     def _how(self) -> str:
         return UNDER_MPS if self.under_mps else OUTSIDE
@@ -140,24 +134,17 @@ def _count(found: queues.Estimate) -> str:
     return f"≥ {found.count}" if found.at_least else str(found.count)
 
 
-def _sizes(sizes: Sequence[int]) -> str:
-    if not sizes:
-        return "n/a"
-    return str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[-1]}–{sizes[0]}"
+def _interval(found: queues.Estimate) -> str:
+    return "n/a" if found.low is None or found.high is None else f"{found.low}–{found.high}"
 
 
 def _contradicting(found: queues.Estimate) -> str:
-    sharing = sum(item.sharing_pairs for item in found.rounds)
-    pairs = sum(item.asymmetric_pairs + item.nontransitive_pairs for item in found.rounds)
-    return percent(100 * pairs / sharing) if sharing else "n/a"
+    known = sum(item.known for item in found.rounds)
+    return f"{sum(item.contradicting for item in found.rounds)} of {known}" if known else "n/a"
 
 
 def _latency(found: queues.Estimate, streams: int) -> str:
     return milliseconds(found.latency_ns.get(streams))
-
-
-def _held_up(found: queues.Estimate) -> str:
-    return str(found.delayed_from) if found.delayed_from else "none" if found.latency_ns else "n/a"
 
 
 def of_experiment(experiment: Experiment) -> bool:
@@ -215,11 +202,17 @@ def measure(
             ours = {**os.environ, **environment, **settings}
             clients = stack.enter_context(mps(ours)) if under_mps else {}
             limit_s = ONCE_S + ROUND_S * rounds
-            facts = Question(WORKER, limit_s, {**ours, **clients}, [str(STREAMS), str(rounds)]).answer()
+            facts = Question(WORKER, limit_s, {**ours, **clients}, [str(_streams(arm)), str(rounds)]).answer()
         document = {**facts, "arm": arm.name, "seconds": round(time.monotonic() - began, 3), "under_mps": under_mps}
         with atomic_path(path) as temporary:
             temporary.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **document}) + "\n", encoding="utf-8")
         say(f"hardware queues: {arm.name}: {queues.estimate(queues.parse(document)).words()}")
+
+
+def _streams(arm: Arm) -> int:
+    """The largest number of streams to try."""
+    asked = queue_findings.asked_for(arm.environment.get(str(KNOB.variable))) or 0
+    return min(MOST_STREAMS, max(LEAST_STREAMS, asked + BEYOND))
 
 
 def _path(directory: Path, arm: Arm) -> Path:
@@ -233,7 +226,7 @@ def _is_whole(path: Path, arm: Arm, rounds: int, under_mps: bool) -> bool:
     except (InputError, msgspec.ValidationError):
         return False
     same = (document.get("arm"), document.get("under_mps")) == (arm.name, under_mps)
-    return same and found.phase == "complete" and len(found.rounds) >= rounds
+    return same and found.phase == "complete" and len(found.rounds) >= rounds and found.streams >= _streams(arm)
 
 
 def read(arms: Sequence[Arm], directory: Path) -> QueueStudy:

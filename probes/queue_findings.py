@@ -20,9 +20,13 @@ class ArmQueues:
 
     @property
     def asked(self) -> int | None:
-        """How many queues the arm asks for; None where the variable is not set, or no number."""
-        text = (self.value or "").strip()
-        return int(text) if text.isdecimal() else None
+        return asked_for(self.value)
+
+
+def asked_for(value: str | None) -> int | None:
+    """How many queues a value of the variable asks for; None where it is not set, or no number."""
+    text = (value or "").strip()
+    return int(text) if text.isdecimal() else None
 
 
 def took_effect(arms: Sequence[ArmQueues]) -> bool | None:
@@ -47,20 +51,23 @@ def counts(arms: Sequence[ArmQueues]) -> list[str]:
 
 def findings(arms: Sequence[ArmQueues], default: str | None) -> list[str]:
     """What the arms' queues mean, in words: whether each has a number and got what it asked for, whether more asked for
-    gives more, and which arms are alike. `default`: what an unset variable is documented to mean."""
+    gives more, and which arms are alike. `default`: what an unset variable means."""
     known = [arm for arm in arms if arm.estimate.count is not None]
     lines = [f"{arm.arm}: {arm.estimate.words()}" for arm in arms if arm not in known]
     for arm in known:
         if arm.value is None:
             if default and default.isdecimal() and not _gives(arm.estimate, int(default)):
-                lines.append(f"{arm.arm}: not the documented default of {default}: {arm.estimate.words()}")
+                lines.append(f"{arm.arm}: not the default of {default}: {arm.estimate.words()}")
         elif arm.asked is None:
             lines.append(f"{arm.arm} is no number of queues")
         elif not _gives(arm.estimate, arm.asked):
-            lines.append(f"asked for {arm.asked}, this context has {arm.estimate.count}")
+            lines.append(f"asked for {arm.asked}, this context has {arm.estimate.number}")
+    if known and not lines and not any(arm.estimate.at_least for arm in known):
+        lines.append("each context has as many queues as asked for" + _by_default(known, default))
     by_asked = sorted((arm for arm in known if arm.asked is not None), key=lambda arm: arm.asked or 0)
     lines += [
-        f"{more.arm} asks for more than {fewer.arm} and has fewer: {more.estimate.count} against {fewer.estimate.count}"
+        f"{more.arm} asks for more than {fewer.arm} and has fewer: "
+        f"{more.estimate.number} against {fewer.estimate.number}"
         for fewer, more in pairwise(by_asked)
         if fewer.asked != more.asked and _more(fewer.estimate, more.estimate)
     ]
@@ -70,9 +77,11 @@ def findings(arms: Sequence[ArmQueues], default: str | None) -> list[str]:
 
 def _gives(found: Estimate, asked: int) -> bool:
     """Whether `asked` is within what was found."""
-    if found.low is None or found.high is None:
-        return False
-    return found.low <= asked and (asked <= found.high or found.at_least)
+    return found.low is not None and found.low <= asked and (found.at_least or asked <= (found.high or 0))
+
+
+def _by_default(known: Sequence[ArmQueues], default: str | None) -> str:
+    return f" (unset: {default})" if default and any(arm.value is None for arm in known) else ""
 
 
 def _alike(known: Sequence[ArmQueues]) -> str | None:
@@ -92,7 +101,7 @@ def _effect(known: Sequence[ArmQueues]) -> str | None:
     effect = took_effect(known)
     if effect is None:
         return None
-    numbers = sorted(arm.estimate.count or 0 for arm in known)
     if effect:
-        return f"the setting took effect: contexts have from {numbers[0]} to {counted(numbers[-1], 'queue')}"
+        fewest, *_, most = sorted((arm.estimate for arm in known), key=lambda found: (found.count or 0, found.at_least))
+        return f"the setting took effect: contexts have from {fewest.count} to {most.number}"
     return "the arms' contexts do not differ in their queues: the setting has no effect here"

@@ -1,5 +1,5 @@
-"""A program: which streams of a new CUDA context wait for one another. Prints JSON objects, one a line, that
-`probes.queues` makes a number of queues of; what was printed before it hangs or dies stays good.
+"""A program: with how many busy streams of a new CUDA context one more is held up. Prints JSON objects, one a line,
+that `probes.queues` makes a number of queues of; what was printed before it hangs or dies stays good.
 
 Stands alone in a process of its own, since CUDA_DEVICE_MAX_CONNECTIONS counts when the context is made. Needs torch's
 CUDA build and no compiler: torch has a kernel that spins for a number of clock cycles, and the streams come from the
@@ -26,12 +26,10 @@ from harness.worker import die_with_parent
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 NON_BLOCKING = 1  # cuda.h: CU_STREAM_NON_BLOCKING, no implicit order with the default stream
-CONTROLS = 5
+CONTROLS = 3
 # What others wait for must last longer than launching all of them takes, several times, since a busy host may stall.
-SLEEP_NS, LAUNCHES, LONGEST_SLEEP_NS = 3_000_000, 4, 50_000_000
-# The simple form: the waited-for kernel and the independent work, as DESIGN's figures were measured.
-LATENCY_SLEEP_NS, LATENCY_WORK_NS = 5_000_000, 500_000
-LATENCY_STREAMS = range(3, 49)
+SLEEP_NS, LAUNCHES, LONGEST_SLEEP_NS = 5_000_000, 4, 50_000_000
+WORK_NS = 500_000
 CALIBRATION_CYCLES = 20_000_000
 PATIENCE_S = 5.0
 IMPORT_S, CONTEXT_S, SHORT_S = 120.0, 60.0, 20.0
@@ -139,26 +137,33 @@ class Streams:
         return round(milliseconds * 1e6)
 
 
-def round_of(streams: Streams, count: int, sleeper: int, sleep_ns: int, draw: random.Random) -> dict[str, Any]:
-    """Each of the first `count` streams waits once while all others work; both in an order that is drawn."""
-    order = [*range(count), *[None] * CONTROLS]
+def round_of(streams: Streams, most: int, sleep_ns: int, draw: random.Random) -> dict[str, Any]:
+    """Every number of streams from 2 to `most` once, and the controls between them, in an order that is drawn."""
+    order = [*range(2, most + 1), *[None] * CONTROLS]
     draw.shuffle(order)
-    rows = []
-    for waiting in order:
-        others = [number for number in draw.sample(range(count), count) if number != waiting]
-        row = streams.observe(sleeper, [] if waiting is None else [waiting], others, sleep_ns)
-        ended = row.pop("ended_ns")
-        rows.append({"stream": waiting, **row, "ended_ns": [ended[number] for number in range(count)]})
-    return {"rows": rows}
+    latencies, controls = [], []
+    for size in order:
+        if size is None:
+            controls.append(control_of(streams, draw.sample(range(1, most), most - 1), sleep_ns))
+        else:
+            latencies.append(latency_of(streams, size, sleep_ns))
+    return {"latencies": latencies, "controls": controls}
 
 
-def latency_of(streams: Streams, count: int) -> dict[str, Any]:
-    """The simple form on the first `count` streams."""
-    row = streams.observe(0, range(1, count - 1), [count - 1], LATENCY_SLEEP_NS, LATENCY_WORK_NS)
-    return {"streams": count, **row, "ended_ns": row["ended_ns"][count - 1]}
+def latency_of(streams: Streams, size: int, sleep_ns: int) -> dict[str, Any]:
+    """Of the first `size` streams one sleeps, the last works, and those between wait."""
+    row = streams.observe(0, range(1, size - 1), [size - 1], sleep_ns, WORK_NS)
+    return {"streams": size, **row, "ended_ns": row["ended_ns"][size - 1]}
 
 
-def measure(count: int, rounds: int) -> None:
+def control_of(streams: Streams, others: Sequence[int], sleep_ns: int) -> dict[str, Any]:
+    """One stream sleeps, the others work, none waits: how many ended after the sleep."""
+    row = streams.observe(0, [], others, sleep_ns)
+    late = sum(ended >= row["released_ns"] for ended in row["ended_ns"].values())
+    return {"others": len(others), "late": late, "in_time": row["in_time"]}
+
+
+def measure(most: int, rounds: int) -> None:
     say(setting=os.environ.get(VARIABLE))
     with phase("importing torch", IMPORT_S):
         import torch
@@ -171,28 +176,25 @@ def measure(count: int, rounds: int) -> None:
         driver = Driver()
         say(device=torch.cuda.get_device_name(0), driver_cuda=driver.number("cuDriverGetVersion"))
     with phase("warming up", SHORT_S):  # loads the kernel, starts every stream, raises the clock
-        streams = Streams(driver, count + rounds)
+        streams = Streams(driver, most)
         streams.launch_all()
         streams.calibrate()
         launch_ns = min(streams.launch_all() for _ in range(3))
         sleep_ns = min(max(SLEEP_NS, LAUNCHES * launch_ns), LONGEST_SLEEP_NS)
-        say(streams=count, launch_ns=launch_ns, sleep_ns=sleep_ns)
+        say(streams=most, launch_ns=launch_ns, sleep_ns=sleep_ns)
     draw = random.Random(0)
     found = []
     for number in range(rounds):
-        with phase(f"round {number + 1} of {rounds}", SHORT_S + 3e-9 * sleep_ns * (count + CONTROLS)):
-            found.append(round_of(streams, count, count + number, sleep_ns, draw))
+        with phase(f"round {number + 1} of {rounds}", SHORT_S + 3e-9 * (sleep_ns + WORK_NS) * (most + CONTROLS)):
+            found.append(round_of(streams, most, sleep_ns, draw))
             say(rounds=found)  # all until now: of lines with the same name the last one counts
-    with phase("latency", SHORT_S + 3e-9 * LATENCY_SLEEP_NS * len(LATENCY_STREAMS) * rounds):
-        sizes = [size for size in LATENCY_STREAMS if size <= count]
-        say(latencies=[latency_of(streams, size) for _ in range(rounds) for size in sizes])
     say(phase="complete")
 
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
     parser = argparse.ArgumentParser()
-    parser.add_argument("streams", type=int)
+    parser.add_argument("streams", type=int, help="the largest number of them, at least 2")
     parser.add_argument("rounds", type=int)
     args = parser.parse_args()
     try:

@@ -247,7 +247,7 @@ def count_queues(args: argparse.Namespace) -> int:
     """`--queues`: the hardware queues of each arm's context, without a trial. Exits 3 if no arm has a number, 4 if a
     measurement failed or ended early."""
     knob, values = _knob(args)
-    arms = knob.arms(values or max_connections.QUEUE_VALUES)
+    arms = knob.arms(values or max_connections.QUEUE_VALUES, at_least=1)
     _require(
         args.mode in (None, "real", "shared-gpu"),
         f"--queues makes a CUDA context: --mode {args.mode} has none to count",

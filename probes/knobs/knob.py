@@ -110,14 +110,14 @@ class Knob:
             return self
         return replace(self, default=self.default_under_mps)
 
-    def arms(self, values: Sequence[str] | None = None) -> list[Arm]:
+    def arms(self, values: Sequence[str] | None = None, at_least: int = 2) -> list[Arm]:
         """The arms that `values` mean, in this order. A value `NAME=VALUE` sets that variable instead of the knob's,
         `python=PATH` is the interpreter that its ranks run under.
 
-        Raises `UsageError` for fewer than two, and for what no arm can set.
+        Raises `UsageError` for fewer than `at_least`, and for what no arm can set.
         """
         values = self.values if values is None else values
-        if len(values) < 2:
+        if len(values) < at_least:
             raise UsageError(
                 f"probe {self.name}: one arm ({', '.join(values)}) compares with nothing: name two or more"
             )

@@ -1,67 +1,120 @@
-"""Contexts whose queues are known, and what `queues_worker` would see of them."""
+"""Contexts whose queues are known, as `queues_worker` measures them; and what it saw of real ones."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from probes.queues import Latency, Observations, Round, Row
-from probes.queues_worker import CONTROLS
+from probes.queues import Control, Latency, Observations, Round, parse
+from probes.queues_worker import SLEEP_NS, Streams, round_of
 
-RELEASED_NS, LAUNCHED_NS = 4_000_000, 900_000
+H200 = Path(__file__).with_name("data") / "h200_queues.json"
+LAUNCH_NS = 8_000
+
+
+class SimulatedStreams(Streams):
+    """Streams of a context with so many queues. One is assigned when work arrives: `dynamic`, one in which nothing
+    waits, while there is one; else in turn, whatever it holds, as an H200 does with two.
+
+    `stalled`: the share of work that is late for another reason, `flips`: of figures that say the opposite, `missing`:
+    of observations whose launches took too long.
+    """
+
+    def __init__(
+        self, queues: int, draw: random.Random, *, dynamic: bool, stalled: float, flips: float, missing: float
+    ) -> None:
+        self._queues, self._draw, self._dynamic = queues, draw, dynamic and queues > 2
+        self._stalled, self._flips, self._missing = stalled, flips, missing
+
+    def observe(
+        self, sleeper: int, waiting: Sequence[int], others: Sequence[int], sleep_ns: int, work_ns: int = 0
+    ) -> dict[str, Any]:
+        assert len({sleeper, *waiting, *others}) == 1 + len(waiting) + len(others)
+        busy: set[int] = set()
+        for place in range(1 + len(waiting)):
+            busy.add(self._assigned(place, busy))
+        ended = dict.fromkeys(waiting, sleep_ns + LAUNCH_NS)
+        stall = self._draw.random() < self._stalled
+        for place, number in enumerate(others, 1 + len(waiting)):
+            late = (stall or self._assigned(place, busy) in busy) ^ (self._draw.random() < self._flips)
+            ended[number] = work_ns + LAUNCH_NS * place + sleep_ns * late
+        return {"released_ns": sleep_ns, "in_time": self._draw.random() >= self._missing, "ended_ns": ended}
+
+    def _assigned(self, place: int, busy: set[int]) -> int:
+        used = len(busy)
+        return used if self._dynamic and used < self._queues else place % self._queues
 
 
 def observe(
-    queues: Sequence[int],
+    queues: int,
     *,
     rounds: int = 3,
-    sleeper: int = 0,
-    sleeper_blocks: bool = True,
+    streams: int = 48,
+    dynamic: bool = True,
+    stalled: float = 0.0,
     flips: float = 0.0,
     missing: float = 0.0,
-    stalled: float = 0.0,
-    moving: bool = False,
     seed: int = 0,
 ) -> Observations:
-    """`queues`: the queue of each stream. The kernel waited for is in queue `sleeper`, which it holds up or not.
-
-    `flips`: the share of figures that say the opposite, `missing`: that are not there, `stalled`: of rows in which
-    everything ends late. `moving`: the driver maps streams to queues anew for every round.
-    """
-    draw, streams = random.Random(seed), len(queues)
-
-    def row(waiting: int | None, at: Sequence[int]) -> Row:
-        blocked = {sleeper} if sleeper_blocks else set()
-        blocked |= set() if waiting is None else {at[waiting]}
-        stall = draw.random() < stalled
-        ended: list[int | None] = []
-        for number in range(streams):
-            late = at[number] in blocked or stall
-            if number != waiting:
-                late ^= draw.random() < flips
-            known = number == waiting or draw.random() >= missing
-            ended.append((RELEASED_NS + 7_000 if late else LAUNCHED_NS) if known else None)
-        return Row(stream=waiting, released_ns=RELEASED_NS, in_time=True, ended_ns=ended)
-
-    def one_round() -> Round:
-        at = draw.sample(list(queues), streams) if moving else queues
-        order = [*range(streams), *[None] * CONTROLS]
-        draw.shuffle(order)
-        return Round(rows=[row(waiting, at) for waiting in order])
-
-    latencies = []
-    for count in range(3, min(48, streams) + 1):
-        held = queues[count - 1] in queues[0 if sleeper_blocks else 1 : count - 1]
-        ended = 5_507_000 if held else 700_000
-        latencies += [Latency(streams=count, released_ns=5_000_000, ended_ns=ended, in_time=True)] * rounds
-    return Observations(
-        device="a GPU",
-        streams=streams,
-        rounds=[one_round() for _ in range(rounds)],
-        latencies=latencies,
-        phase="complete",
-    )
+    """What the program prints of such a context."""
+    draw = random.Random(seed)
+    simulated = SimulatedStreams(queues, draw, dynamic=dynamic, stalled=stalled, flips=flips, missing=missing)
+    found = [round_of(simulated, streams, SLEEP_NS, draw) for _ in range(rounds)]
+    return parse({"device": "a GPU", "streams": streams, "rounds": found, "phase": "complete"})
 
 
-def round_robin(queues: int, streams: int = 96) -> list[int]:
-    return [number % queues for number in range(streams)]
+def changed(
+    found: Observations,
+    *,
+    late: Sequence[int] = (),
+    early: Sequence[int] = (),
+    without: Sequence[int] = (),
+    **fields: Any,
+) -> Observations:
+    """The same observations with some numbers of streams held up or not, some not known, and fields of all rounds
+    replaced."""
+
+    def of(sample: Latency) -> Latency:
+        if sample.streams in late or sample.streams in early:
+            return replace(sample, ended_ns=sample.released_ns + (1 if sample.streams in late else -1))
+        return sample
+
+    def of_round(item: Round) -> Round:
+        latencies = [of(sample) for sample in item.latencies if sample.streams not in without]
+        return replace(item, latencies=latencies, **fields)
+
+    return replace(found, rounds=[of_round(item) for item in found.rounds])
+
+
+def controls(*late: int, others: int = 47) -> list[Control]:
+    return [Control(others=others, late=number, in_time=True) for number in late]
+
+
+def h200() -> dict[str, Observations]:
+    """What real contexts showed, for each value of the variable (data/README.md)."""
+    document = json.loads(H200.read_text(encoding="utf-8"))
+
+    def of_round(columns: dict[str, list[int]]) -> Round:
+        pairs = zip(columns["released_ns"], columns["ended_ns"], strict=True)
+        latencies = [
+            Latency(streams=size, released_ns=released, ended_ns=ended, in_time=True)
+            for size, (released, ended) in enumerate(pairs, document["first_streams"])
+        ]
+        return Round(
+            latencies=latencies, controls=controls(*columns["controls_late"], others=document["control_others"])
+        )
+
+    return {
+        arm: Observations(
+            setting=seen["setting"],
+            device=seen["device"],
+            streams=seen["streams"],
+            rounds=[of_round(columns) for columns in seen["rounds"]],
+            phase="complete",
+        )
+        for arm, seen in document["arms"].items()
+    }

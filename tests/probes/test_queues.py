@@ -1,7 +1,6 @@
-"""From which streams waited for which to a number of hardware queues; what the numbers of several arms mean."""
+"""From which number of streams on work is held up to a number of queues; what the numbers of several arms mean."""
 
 import json
-import random
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -9,173 +8,188 @@ import msgspec
 import pytest
 import torch
 from experiments import experiment
-from queue_worlds import RELEASED_NS, observe, round_robin
+from queue_worlds import changed, controls, h200, observe
 
 from harness import cli
 from harness.doctor.modes import usable_devices
-from harness.errors import EXIT_UNAVAILABLE, EXIT_USAGE
+from harness.errors import EXIT_UNAVAILABLE, EXIT_USAGE, UsageError
 from harness.recording import write_json
 from probes import queue_arms
 from probes.analysis import analyse
 from probes.engine import survey
 from probes.knobs.max_connections import KNOB
 from probes.queue_findings import ArmQueues, counts, findings, took_effect
-from probes.queues import Observations, Round, estimate, parse
+from probes.queues import Observations, estimate, parse
 
 without_gpu = pytest.mark.skipif(bool(usable_devices()[0]), reason="needs a machine without a CUDA device")
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("queues", [1, 2, 3, 8, 16, 31, 32, 33])
-@pytest.mark.parametrize("sleeper_blocks", [False, True])
-def test_queues_are_counted_whether_or_not_the_awaited_kernel_holds_up_its_own(queues, sleeper_blocks):
-    found = estimate(observe(round_robin(queues), sleeper_blocks=sleeper_blocks))
+@pytest.mark.parametrize(("arm", "queues"), [("unset", 8), ("1", 1), ("2", 2), ("8", 8), ("16", 16), ("32", 32)])
+def test_contexts_of_an_h200(arm, queues):
+    found = estimate(h200()[arm])
+
+    assert (found.count, found.low, found.high, found.at_least) == (queues, queues, queues, False)
+    assert [(item.low, item.high) for item in found.rounds] == [(queues, queues)] * 3
+    assert sum(item.contradicting for item in found.rounds) == 0
+    assert [found.latency_ns[streams] > 5_000_000 for streams in (4, 12)] == [queues < 4, queues < 12]
+
+
+def test_arms_of_an_h200_have_what_they_ask_for():
+    arms = [ArmQueues(arm=arm, value=seen.setting, estimate=estimate(seen)) for arm, seen in h200().items()]
+
+    assert findings(arms, "8") == [
+        "each context has as many queues as asked for (unset: 8)",
+        "alike in their queues, so that these make no difference between them: unset, 8 (8 queues)",
+        "the setting took effect: contexts have from 1 to 32 queues",
+    ]
+
+
+@pytest.mark.parametrize("queues", [1, 2, 3, 4, 8, 16, 31, 32, 33, 46, 47])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_queues_are_counted_however_they_are_assigned(queues, dynamic):
+    found = estimate(observe(queues, dynamic=dynamic))
 
     assert (found.count, found.low, found.high) == (queues, queues, queues)
-    assert (found.at_least, found.stable, found.reason) == (False, True, None)
-    assert sum(found.class_sizes) == 96
-    assert found.class_sizes[0] - found.class_sizes[-1] <= 1
+    assert (found.at_least, found.reason, [item.contradicting for item in found.rounds]) == (False, None, [0, 0, 0])
     assert found.words() == f"{queues} queue{'s' * (queues > 1)} ({queues} in each of 3 rounds)"
-
-
-def test_classes_are_the_streams_of_each_queue():
-    (first, *_) = estimate(observe(round_robin(8, 97))).rounds
-
-    assert first.classes == [[*range(queue, 97, 8)] for queue in range(8)]
-    assert (first.asymmetric_pairs, first.nontransitive_pairs) == (0, 0)
-    assert first.sharing_pairs == 7 * (12 * 11 // 2) + 13 * 12 // 2
-
-
-def test_any_mapping_is_found_whatever_the_streams_are_called():
-    for seed in range(20):
-        draw = random.Random(seed)
-        mapping = [draw.randrange(1 + seed) for _ in range(96)]
-        found = estimate(observe(mapping, seed=seed))
-        sizes = sorted((mapping.count(queue) for queue in set(mapping)), reverse=True)
-        assert (found.count, found.class_sizes, found.at_least) == (len(sizes), sizes, 1 in sizes)
 
 
 @pytest.mark.parametrize(
     "noise",
     [
         {"flips": 0.003},
-        {"flips": 0.01},
+        {"flips": 0.03},
+        {"flips": 0.1},
         {"flips": 0.3},
         {"missing": 0.1},
         {"missing": 0.3},
         {"missing": 0.7},
+        {"stalled": 0.05},
         {"stalled": 0.2},
         {"stalled": 0.4},
-        {"stalled": 0.7},
+        {"stalled": 0.1, "missing": 0.1},
     ],
     ids=str,
 )
 def test_noise_widens_the_interval_or_leaves_no_number(noise):
-    for queues, seed in product([2, 8, 32], range(3)):
-        found = estimate(observe(round_robin(queues), seed=seed, **noise))
+    """Up to 40 % of what is seen being late for another reason, or 30 % random."""
+    wrong = 0
+    for queues, dynamic, seed in product([1, 2, 3, 8, 32], [False, True], range(10)):
+        found = estimate(observe(queues, rounds=5, dynamic=dynamic, seed=seed, **noise))
         if found.count is None:
             assert found.reason
-            assert (found.low, found.high, found.class_sizes) == (None, None, [])
+            assert (found.low, found.high) == (None, None)
         else:
-            assert found.low <= queues <= found.high
-            assert found.low <= found.count <= found.high
+            assert found.low <= found.count <= (found.high or found.count)
+            wrong += not found.low <= queues <= (found.high or queues)
+    assert wrong <= 1, "of 100"
 
 
-@pytest.mark.parametrize("noise", [{"flips": 0.002}, {"missing": 0.1}, {"stalled": 0.1}], ids=str)
-def test_little_noise_changes_no_count(noise):
-    for queues in (1, 8, 32):
-        assert estimate(observe(round_robin(queues), **noise)).count == queues
+@pytest.mark.parametrize("noise", [{"flips": 0.005}, {"missing": 0.1}, {"stalled": 0.05}], ids=str)
+@pytest.mark.parametrize("queues", [1, 2, 8, 32])
+def test_little_noise_changes_no_count(noise, queues):
+    for seed in range(10):
+        assert estimate(observe(queues, rounds=5, seed=seed, **noise)).count == queues
 
 
-def test_moments_in_which_everything_was_late_are_left_out_and_counted():
-    found = estimate(observe(round_robin(32), stalled=0.05))
+def test_moments_in_which_work_was_late_are_counted():
+    found = estimate(changed(observe(32), late=[5, 20]))
 
-    assert found.count == 32
-    assert sum(item.stalled_rows for item in found.rounds) > 3
-
-
-def test_streams_that_move_between_rounds_are_counted_and_said_to_move():
-    found = estimate(observe(round_robin(8), moving=True))
-
-    assert (found.count, found.stable) == (8, False)
+    assert (found.count, [item.contradicting for item in found.rounds]) == (32, [2, 2, 2])
 
 
 def test_more_queues_than_streams_is_a_lower_bound():
-    found = estimate(observe(round_robin(200)))
+    found = estimate(observe(200))
 
-    assert (found.count, found.at_least) == (96, True)
-    assert found.words() == "at least 96 queues (96 streams)"
+    assert (found.count, found.low, found.high, found.at_least) == (48, 48, None, True)
+    assert found.words() == "at least 48 queues (48 streams)"
 
 
-def test_relation_that_holds_in_one_direction_gives_no_number():
-    found = observe(round_robin(96))
-    for row in (row for item in found.rounds for row in item.rows if row.stream is not None):
-        for step in range(1, 20):  # each holds up the next ones, which hold up others
-            row.ended_ns[(row.stream + step) % 96] = RELEASED_NS + 1
+def test_numbers_of_streams_that_are_not_known_leave_an_interval():
+    assert estimate(changed(observe(8), without=[9, 10])).words() == "8 queues (8 to 10 in each of 3 rounds)"
+    assert estimate(changed(observe(8), without=[8])).words() == "7 queues (7 to 8 in each of 3 rounds)"
+    assert estimate(changed(observe(47), without=[48])).words() == "at least 47 queues (48 streams)"
+    assert estimate(changed(observe(1), without=[2, 3])).words() == "1 queue (1 in each of 3 rounds)"
+    assert estimate(changed(observe(2), without=[2, 3])).words() == "2 queues (2 to 3 in each of 3 rounds)"
 
-    refused = estimate(found)
+
+@pytest.mark.parametrize(
+    ("queues", "change", "count"),
+    [
+        (1, {"early": [2]}, 1),
+        (2, {"late": [2]}, 2),
+        (1, {"controls": controls(47, 20, 47)}, 2),
+        (2, {"controls": controls(47, 46)}, 1),
+        (1, {"controls": []}, 1),
+        (2, {"controls": []}, 2),
+    ],
+    ids=str,
+)
+def test_controls_tell_one_queue_from_two_and_two_streams_where_there_are_none(queues, change, count):
+    """Whichever is wrong counts as a contradiction."""
+    found = estimate(changed(observe(queues), **change))
+
+    assert (found.low, found.count, found.high) == (count, count, count)
+    assert {item.contradicting for item in found.rounds} == {0 if change == {"controls": []} else 1}
+
+
+def test_without_controls_and_two_streams_it_is_one_or_two():
+    assert estimate(changed(observe(2), without=[2], controls=[])).words() == "1 queue (1 to 2 in each of 3 rounds)"
+
+
+def test_work_that_is_held_up_by_some_numbers_of_streams_only_gives_no_number():
+    refused = estimate(changed(observe(8), early=range(20, 48, 2)))
 
     assert refused.count is None
-    assert refused.reason.startswith("3 of 3 rounds cannot be used: sharing a queue is no consistent relation")
+    assert refused.reason.startswith("3 of 3 rounds cannot be used: 14 of 47 numbers of streams contradict the others")
     assert refused.words() == f"no number ({refused.reason})"
 
 
-def test_chain_of_neighbours_gives_no_number():
-    found = observe(round_robin(96))
-    for row in (row for item in found.rounds for row in item.rows if row.stream is not None):
-        for step in (-1, 1):
-            row.ended_ns[(row.stream + step) % 96] = RELEASED_NS + 1
+def test_work_launched_too_late_says_nothing():
+    found = observe(8)
+    slow = [
+        replace(item, latencies=[replace(sample, in_time=False) for sample in item.latencies]) for item in found.rounds
+    ]
 
-    assert estimate(found).count is None
-    assert "contradict the other pairs" in estimate(found).reason
-
-
-def test_rows_launched_too_late_say_nothing():
-    found = observe(round_robin(8))
-    slow = [Round(rows=[replace(row, in_time=False) for row in item.rows]) for item in found.rounds]
-
-    assert "launching took longer than the kernel waited for" in estimate(replace(found, rounds=slow)).reason
+    assert "in 47 cases launching took longer than the kernel" in estimate(replace(found, rounds=slow)).reason
     one_slow = estimate(replace(found, rounds=[slow[0], *found.rounds[1:]]))
-    assert (one_slow.count, one_slow.rounds[0].count) == (8, None)
-
-
-def test_stream_that_did_not_wait_says_nothing():
-    found = observe(round_robin(8))
-    for row in (row for item in found.rounds for row in item.rows if row.stream is not None):
-        row.ended_ns[row.stream] = RELEASED_NS - 1
-
-    assert estimate(found).reason.startswith("3 of 3 rounds cannot be used: 0 of 96 streams can be used")
+    assert (one_slow.count, one_slow.rounds[0].low) == (8, None)
+    assert one_slow.words() == "8 queues (8 in each of 2 rounds)"
 
 
 def test_rounds_that_do_not_agree_give_no_number():
-    rounds = [observe(round_robin(queues), rounds=1).rounds[0] for queues in (8, 16, 8)]
+    def of(*queues: int) -> str | None:
+        rounds = [observe(number, rounds=1).rounds[0] for number in queues]
+        return estimate(Observations(streams=48, rounds=rounds)).reason
 
-    assert estimate(Observations(streams=96, rounds=rounds)).reason == "the rounds do not agree: 8, 16, 8 queues"
+    assert of(8, 16, 8) == "the rounds do not agree: 8, 16, 8 queues"
+    assert of(8, 60) == "the rounds do not agree: 8, at least 48 queues"
+    assert of(8, 9, 10) is None
+
+
+def test_rounds_that_know_little_do_not_contradict_those_that_know_more():
+    (little,) = changed(observe(2, rounds=1), without=[3, 4]).rounds
+    found = estimate(replace(seen := observe(2), rounds=[*seen.rounds, little]))
+
+    assert found.words() == "2 queues (2 to 4 in each of 4 rounds)"
 
 
 def test_rounds_that_nearly_agree_give_an_interval():
-    rounds = [observe(round_robin(queues), rounds=1).rounds[0] for queues in (31, 32, 32)]
-    found = estimate(Observations(streams=96, rounds=rounds))
+    rounds = [observe(queues, rounds=1).rounds[0] for queues in (31, 32, 32)]
+    found = estimate(Observations(streams=48, rounds=rounds))
 
     assert found.words() == "32 queues (31 to 32 in each of 3 rounds)"
 
 
 def test_measurement_that_ended_early_keeps_what_it_has():
-    none = estimate(Observations(streams=96, error="importing torch: no end within 120 s"))
+    none = estimate(Observations(streams=48, error="importing torch: no end within 120 s"))
     assert (none.count, none.reason) == (None, "importing torch: no end within 120 s")
 
-    some = estimate(replace(observe(round_robin(8)), phase="latency", error="latency: no end within 20 s"))
-    assert (some.count, some.error) == (8, "latency: no end within 20 s")
-
-
-@pytest.mark.parametrize(
-    ("queues", "four_wait", "twelve_wait"), [(1, True, True), (2, True, True), (8, False, True), (16, False, False)]
-)
-def test_simple_form_shows_when_independent_work_waits(queues, four_wait, twelve_wait):
-    found = estimate(observe(round_robin(queues), sleeper_blocks=False))
-
-    assert (found.latency_ns[4] > 5_000_000, found.latency_ns[12] > 5_000_000) == (four_wait, twelve_wait)
-    assert found.delayed_from == max(3, queues + 2)  # the first stream, which works itself, holds up none
+    some = estimate(replace(observe(8, rounds=1), phase="round 2 of 5", error="round 2 of 5: no end within 20 s"))
+    assert (some.count, some.error) == (8, "round 2 of 5: no end within 20 s")
+    assert some.words() == "8 queues (8 in each of 1 round)"
+    assert estimate(observe(60, rounds=1)).words() == "at least 48 queues (48 streams)"
 
 
 def of_arms(**queues: int) -> list[ArmQueues]:
@@ -184,7 +198,7 @@ def of_arms(**queues: int) -> list[ArmQueues]:
     for name, number in queues.items():
         value = name.removeprefix("arm_")
         given = None if value == "unset" else value
-        arms.append(ArmQueues(arm=value, value=given, estimate=estimate(observe(round_robin(number)))))
+        arms.append(ArmQueues(arm=value, value=given, estimate=estimate(observe(number))))
     return arms
 
 
@@ -196,17 +210,21 @@ def test_arms_that_get_what_they_ask_for():
         "1: 1 queue (1 in each of 3 rounds)",
         "32: 32 queues (32 in each of 3 rounds)",
     ]
-    assert findings(arms, "8") == ["the setting took effect: contexts have from 1 to 32 queues"]
+    assert findings(arms, "8") == [
+        "each context has as many queues as asked for (unset: 8)",
+        "the setting took effect: contexts have from 1 to 32 queues",
+    ]
+    assert findings(of_arms(arm_16=16), "8") == ["each context has as many queues as asked for"]
 
 
 def test_arms_that_do_not_are_findings():
     lines = findings(of_arms(arm_unset=32, arm_1=2, arm_2=2, arm_16=8, arm_32=4), "8")
 
-    assert "unset: not the documented default of 8: 32 queues (32 in each of 3 rounds)" in lines
-    assert "asked for 1, this context has 2" in lines
-    assert "asked for 16, this context has 8" in lines
+    assert "unset: not the default of 8: 32 queues (32 in each of 3 rounds)" in lines
+    assert "asked for 1, this context has 2 queues" in lines
+    assert "asked for 16, this context has 8 queues" in lines
     assert not any(line.startswith("asked for 2,") for line in lines)
-    assert "32 asks for more than 16 and has fewer: 4 against 8" in lines
+    assert "32 asks for more than 16 and has fewer: 4 queues against 8 queues" in lines
     assert "alike in their queues, so that these make no difference between them: 1, 2 (2 queues)" in lines
 
 
@@ -227,20 +245,24 @@ def test_nothing_is_said_of_an_effect_where_fewer_than_two_have_a_number():
 
 
 def test_lower_bound_is_no_mismatch_and_no_likeness():
-    arms = of_arms(arm_96=96, arm_200=96)
+    arms = of_arms(arm_60=60, arm_200=60)
 
     assert took_effect(arms) is False
     assert not any("asked for" in line or "alike" in line for line in findings(arms, "8"))
 
+    lines = findings(of_arms(arm_1=1, arm_16=60), "8")
+    assert "asked for 16, this context has at least 48 queues" in lines
+    assert "the setting took effect: contexts have from 1 to at least 48 queues" in lines
+
 
 def test_value_that_is_no_number_is_said():
-    arm = ArmQueues(arm="many", value="many", estimate=estimate(observe(round_robin(8))))
+    arm = ArmQueues(arm="many", value="many", estimate=estimate(observe(8)))
 
     assert findings([arm], "8")[-1] == "many is no number of queues"
 
 
 def write_observations(directory, arm: str, queues: int, **changed: object) -> None:
-    seen = asdict(observe(round_robin(queues), rounds=2))
+    seen = asdict(observe(queues, rounds=2))
     value = None if arm == "unset" else arm
     (directory / "queues").mkdir(exist_ok=True)
     document = {**seen, "setting": value, "arm": arm, "under_mps": False, "seconds": 5.25, **changed}
@@ -248,11 +270,13 @@ def write_observations(directory, arm: str, queues: int, **changed: object) -> N
 
 
 def test_what_was_printed_is_read_as_it_is():
-    seen = observe(round_robin(8), rounds=1)
+    seen = observe(8, rounds=1)
 
     assert parse(json.loads(json.dumps(asdict(seen)))) == seen
-    with pytest.raises(msgspec.ValidationError, match="not of 95 streams"):
-        parse(asdict(seen) | {"streams": 95})
+    with pytest.raises(msgspec.ValidationError, match="48 streams are not between 2 and 47"):
+        parse(asdict(seen) | {"streams": 47})
+    with pytest.raises(msgspec.ValidationError):
+        parse({"streams": 96, "rounds": [{"rows": []}]})
 
 
 def test_study_is_read_from_its_folder(tmp_path):
@@ -270,7 +294,8 @@ def test_study_is_read_from_its_folder(tmp_path):
     ]
     text = found.text().splitlines()
     assert text[0] == "hardware queues of a CUDA context by CUDA_DEVICE_MAX_CONNECTIONS, a GPU"
-    assert text[3].split() == ["1", "1", "1–1", "96", "0.00", "%", "5.507", "5.507", "3", "5.2", "s"]
+    assert text[3].split() == ["1", "1", "1–1", "0", "of", "94", "5.524", "5.588", "5.2", "s"]
+    assert "each context has as many queues as asked for (unset: 8)" in text
     assert "note: measured in one process on the first device" in text
 
 
@@ -295,6 +320,25 @@ def test_whole_measurements_stay_and_others_are_made_again(tmp_path):
     queue_arms.measure(arms, tmp_path, rounds=2, under_mps=False, environment={}, say=said.append)
 
     assert said == []
+
+
+def test_unset_is_compared_with_what_it_is_under_mps(tmp_path):
+    write_observations(tmp_path, "unset", 2, under_mps=True)
+
+    found = queue_arms.read(KNOB.arms(["unset"], at_least=1), tmp_path)
+
+    assert found.findings == ["each context has as many queues as asked for (unset: 2)"]
+    assert found.to_json()["mode"] == "shared-gpu"
+
+
+def test_counting_takes_a_single_arm(tmp_path):
+    write_observations(tmp_path, "16", 16)
+
+    found = queue_arms.read(KNOB.arms(["16"], at_least=1), tmp_path)
+
+    assert (found.to_json()["arms"][0]["count"], found.to_json()["took_effect"]) == (16, None)
+    with pytest.raises(UsageError, match="one arm"):
+        KNOB.arms(["16"])
 
 
 def test_verdict_on_trials_says_whether_the_setting_took_effect(tmp_path):
@@ -335,7 +379,7 @@ def test_counting_without_a_gpu_is_one_line(capsys, tmp_path, monkeypatch):
 
 @without_gpu
 def test_program_says_why_it_cannot_measure_and_is_tried_again(tmp_path):
-    arms, said = [KNOB.arms(["unset", "1"])[1]], []
+    arms, said = KNOB.arms(["1"], at_least=1), []
 
     for _ in range(2):
         queue_arms.measure(arms, tmp_path, rounds=2, under_mps=False, environment={}, say=said.append)

@@ -161,8 +161,8 @@ def refused(experiment: Experiment, reason: str) -> Analysis:
 def analyse(
     experiment: Experiment, progress: Progress, notes: Sequence[str] = (), metrics_of: MetricsOf = trial_metrics
 ) -> Analysis:
-    """Compares every arm with the first; `metrics_of` is `trial_metrics`, or that with a memory. Raises `InputError` for
-    a recording that cannot be read any more."""
+    """Compares every arm with the first; `metrics_of` is `trial_metrics`, or that with a memory. Raises `InputError`
+    for a recording that cannot be read any more."""
     valid = [trial for trial, judged in progress.trials.items() if judged.state == "valid"]
     values = {trial: metrics_of(experiment.trial_directory(trial), experiment.warmup) for trial in valid}
     queues = read_for(experiment)

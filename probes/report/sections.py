@@ -12,11 +12,8 @@ from harness.report.sections import drawn, fold
 from harness.text import counted, quantity
 from probes import text
 from probes.analysis import Analysis, ArmComparison
-from probes.knobs import UNSET
 from probes.report import figures
 from probes.report.data import (
-    INTERPRETER,
-    Differing,
     Distribution,
     Paired,
     TrialRow,
@@ -28,7 +25,7 @@ from probes.report.data import (
     step_traces,
 )
 from probes.report.legends import arms_legend, differences_legend
-from probes.report.words import amount, around_zero, explained
+from probes.report.words import amount, around_zero, explained, setting_of
 from probes.stats import Comparison
 
 SEVERITY_OF = {"better": "low", "worse": "high", "inconclusive": "medium"}
@@ -266,7 +263,7 @@ def arms(content: Content) -> list[Html]:
     rows = [
         [
             item.what,
-            *(_setting(item, name) for name in names),
+            *(setting_of(item, name) for name in names),
             "set by the arms" if item.declared else "differs as well",
         ]
         for item in found
@@ -278,16 +275,6 @@ def arms(content: Content) -> list[Html]:
     known = [f"{name}: {known.verdict}: {known.reason}" for name, known in experiment.not_run.items()]
     known += [f"{name} {kind}: {reason}" for name, (kind, reason) in content.analysis.progress.outcomes.items()]
     return [*body, *([tag("h3", "Arms that did not run"), listing(known)] if known else [])]
-
-
-def _setting(item: Differing, name: str) -> str:
-    if name not in item.values:
-        return "no trial"
-    value = item.values[name]
-    if value is not None:
-        return str(value)
-    is_variable = item.what.isupper() or item.what.startswith("environment")
-    return UNSET if is_variable else "this one" if item.what == INTERPRETER else "as it is"
 
 
 def trials(content: Content) -> list[Html]:

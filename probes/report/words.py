@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from harness.text import counted, quantity, signed_percent, size
 from probes.analysis import Analysis, ArmComparison
-from probes.report.data import deciding
+from probes.knobs import UNSET
+from probes.report.data import INTERPRETER, Differing, deciding
 from probes.stats import Comparison
 
 NAMES = {
@@ -33,6 +34,17 @@ def amount(value: float | None, unit: str) -> str:
 def around_zero(threshold: float, unit: str) -> str:
     """`±1 %`, `±2 points`, `±64.000 MiB`."""
     return f"±{size(int(threshold))}" if unit == "bytes" else f"±{threshold:g} {unit}"
+
+
+def setting_of(item: Differing, arm: str) -> str:
+    """What an arm has of something that the arms do not share."""
+    if arm not in item.values:
+        return "no trial"
+    value = item.values[arm]
+    if value is not None:
+        return str(value)
+    is_variable = item.what.isupper() or item.what.startswith("environment")
+    return UNSET if is_variable else "this one" if item.what == INTERPRETER else "as it is"
 
 
 def explained(analysis: Analysis, item: ArmComparison) -> Iterator[str]:

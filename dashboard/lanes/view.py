@@ -14,7 +14,9 @@ from dashboard.lanes.picture import Picture, View
 
 RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 PARAMETER = "range"
-GUESSED_WIDTH = 1100
+WIDTH = "timeline_width"
+"""Where the session keeps how many pixels wide its timelines are."""
+GUESSED_WIDTH = 1000
 WIDEST = 4000
 FEWEST_NS = 20
 
@@ -41,7 +43,7 @@ def view_of(axis: Axis, key: str) -> View:
     asked = st.query_params.get(PARAMETER)
     begin = _range(parsed(asked, axis) or axis.begin)
     if kept is None:
-        kept = {"axis": axis.id, "width": GUESSED_WIDTH, "turn": 0, "grown": axis.extent_ns, **begin}
+        kept = {"axis": axis.id, "turn": 0, "grown": axis.extent_ns, **begin}
     elif kept["axis"] == axis.id and kept["grown"] != axis.extent_ns:
         kept = {**kept, "turn": kept["turn"] + 1, "grown": axis.extent_ns, **begin}
     elif kept["axis"] != axis.id:
@@ -56,7 +58,7 @@ def view_of(axis: Axis, key: str) -> View:
         start_ns=kept["start"],
         end_ns=kept["end"],
         extent_ns=axis.extent_ns,
-        width=kept["width"],
+        width=st.session_state.get(WIDTH, GUESSED_WIDTH),
         view_id=f"{axis.id} {kept['turn']}",
         axis=axis.unit,
     )
@@ -73,7 +75,7 @@ def parsed(text: str | None, axis: Axis) -> tuple[int, int] | None:
 
 def go_to(start_ns: int, end_ns: int, axis: Axis, key: str, *, margin: float = 0.0) -> None:
     """Moves the view, with a margin on both sides as a share of it."""
-    kept = st.session_state.get(_place(key)) or {"width": GUESSED_WIDTH, "turn": 0}
+    kept = st.session_state.get(_place(key)) or {"turn": 0}
     more = int((end_ns - start_ns) * margin)
     start, end = max(0, start_ns - more), min(axis.extent_ns, max(end_ns + more, start_ns + FEWEST_NS))
     st.session_state[_place(key)] = {
@@ -99,7 +101,8 @@ def draw(make: Callable[[View], Picture], axis: Axis, key: str) -> Picture:
         start, end = max(0, start), min(axis.extent_ns, end)
         ends = _range((start, end)) if end > start else {}
         moves = bool(ends) and (start, end) != (kept["start"], kept["end"])
-        st.session_state[_place(key)] = {**kept, **ends, "width": max(60, min(width, WIDEST))}
+        st.session_state[_place(key)] = {**kept, **ends}
+        st.session_state[WIDTH] = max(60, min(width, WIDEST))
         if moves:
             _tell(st.session_state[_place(key)], axis)
 

@@ -26,6 +26,7 @@ from harness.report.drawing import (
 from harness.report.figures import draw_lanes, draw_memory, rank_name, unit_of
 from harness.report.markup import Html
 from harness.text import MIB, counted, printable
+from probes.report.amounts import scale_of_axis
 from probes.report.data import AlignedLanes, AlignedMemory, Distribution, Paired, StepTrace, TrialRow
 
 if TYPE_CHECKING:
@@ -51,13 +52,6 @@ def looks(arms: Sequence[str]) -> dict[str, tuple[str, str]]:
 def shown_name(arm: str) -> str:
     name = printable(arm)
     return name if len(name) <= NAME_SHOWN else f"{name[: NAME_SHOWN - 2]}.."
-
-
-def scale_of_axis(metric: str, highest: float) -> tuple[float, str]:
-    """What to divide a metric's values by for an axis, and the unit that leaves."""
-    if metric.endswith("_bytes"):
-        return unit_of(int(highest))
-    return (1e6, "ms") if metric.endswith("_ns") else (1, "%")
 
 
 def metric_panels(

@@ -12,9 +12,9 @@ from harness.text import counted, in_ranges
 from probes.analysis import Analysis
 from probes.experiment import scale_of
 from probes.report import sections, sections_side
+from probes.report.amounts import around_zero
 from probes.report.data import measure_middle, sampled_gpus
 from probes.report.sections import Content, Section
-from probes.report.words import around_zero
 from probes.stats import UNITS
 
 

@@ -13,6 +13,7 @@ from harness.text import counted, quantity
 from probes import text
 from probes.analysis import Analysis, ArmComparison
 from probes.report import figures
+from probes.report.amounts import amount, around_zero
 from probes.report.data import (
     Distribution,
     Paired,
@@ -25,7 +26,7 @@ from probes.report.data import (
     step_traces,
 )
 from probes.report.legends import arms_legend, differences_legend
-from probes.report.words import amount, around_zero, explained, setting_of
+from probes.report.words import explained, setting_of
 from probes.stats import Comparison
 
 SEVERITY_OF = {"better": "low", "worse": "high", "inconclusive": "medium"}

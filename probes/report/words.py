@@ -1,12 +1,13 @@
-"""A verdict in plain words, and amounts in the unit of a comparison."""
+"""A verdict in plain words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.text import counted, quantity, signed_percent, size
+from harness.text import counted, quantity
 from probes.analysis import Analysis, ArmComparison
 from probes.knobs import UNSET
+from probes.report.amounts import amount, around_zero
 from probes.report.data import INTERPRETER, Differing, deciding
 from probes.stats import Comparison
 
@@ -19,21 +20,6 @@ NAMES = {
     "exposed_ns": "exposed communication",
     "overlap_pct": "the share of communication that compute hides",
 }
-
-
-def amount(value: float | None, unit: str) -> str:
-    """A difference with its sign, in percent, points or bytes."""
-    if value is None:
-        return "n/a"
-    if unit == "bytes":
-        return f"{'+' if value > 0 else ''}{size(int(value))}"
-    text = signed_percent(value)
-    return text.replace("%", "points") if unit == "points" else text
-
-
-def around_zero(threshold: float, unit: str) -> str:
-    """`±1 %`, `±2 points`, `±64.000 MiB`."""
-    return f"±{size(int(threshold))}" if unit == "bytes" else f"±{threshold:g} {unit}"
 
 
 def setting_of(item: Differing, arm: str) -> str:

@@ -77,9 +77,9 @@ def _wait(run: Run, under_way: Preparation) -> None:
         raise InputError(run.path, f"cannot be analysed: {under_way.error}")
 
 
-def is_prepared(run: Run) -> bool:
+def is_prepared(run: Run, *, live: bool) -> bool:
     """Whether the extracts of a run are on disk, so that asking for one costs nothing."""
-    return (store.default_folder() / fingerprint(run, live=is_live(run)) / "report").is_dir()
+    return (store.default_folder() / fingerprint(run, live=live) / "report").is_dir()
 
 
 @st.cache_resource(max_entries=24, show_spinner=False)
@@ -109,12 +109,16 @@ def rows(run: Run) -> Rows | None:
     """
     if run.kind != "recording":
         return None
-    files = [run.path / "manifest.json", run.path / "status.json"]
-    files += [path for name in ("steps", "ranks") for path in sorted((run.path / name).glob("rank*"))]
-    stamps = tuple((str(path), *_stamp(path)) for path in files)
-    read = _read_rows(run.path, stamps)
+    read = _read_rows(run.path, stamps(run))
     # Whether its writers live changes without a file changing.
     return Rows(recording=read.recording, standing=standing(read.recording), steps=read.steps, ranks=read.ranks)
+
+
+def stamps(run: Run) -> str:
+    """What changes when a recording's manifest, state or rows do; as text, which Streamlit's caches hash fast."""
+    files = [run.path / "manifest.json", run.path / "status.json"]
+    files += [path for name in ("steps", "ranks") for path in sorted((run.path / name).glob("rank*"))]
+    return "\n".join(f"{path.name} {_stamp(path)}" for path in files)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -125,8 +129,8 @@ def _stamp(path: Path) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-@st.cache_resource(max_entries=256, show_spinner=False)
-def _read_rows(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> Rows:
+@st.cache_resource(max_entries=32, show_spinner=False)
+def _read_rows(path: Path, stamps: str) -> Rows:
     recording = read_recording(path)
     steps = by_step(recording)
     return Rows(recording=recording, standing=standing(recording), steps=steps, ranks=by_rank(recording, steps))

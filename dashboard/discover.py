@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 import harness
+import probes
 from harness.errors import InputError
-from harness.recording import is_recording
+from harness.recording import is_recording, read_status
 from harness.sources import OWN_FILES, OWN_FOLDERS, UNFINISHED, named_like_input, natural_key
 
 ROOT_VARIABLE = "MESHSCOPE_DASHBOARD_ROOT"
@@ -137,27 +138,44 @@ def links_out(root: Path, run: Run) -> list[Path]:
 def fingerprint(run: Run, *, live: bool = False) -> str:
     """Changes whenever a file of the run does (name, size, time of change), or the code that reads it.
 
-    Of a `live` run the files that are written at every step do not count, so that its traces are not analysed again
-    for each.
+    Of a `live` run the files that are written at every step count by how often their size has doubled, so that its
+    traces are not analysed again for each; those of an experiment's trials that have not ended do not count.
     """
     entries: list[tuple[str, int, int]] = []
+    written = 0
+    going_on = trials_going_on(run.path) if run.kind == "experiment" else frozenset()
     for path in files_of(run.path):
         below = path.relative_to(run.path).parts if path != run.path else (path.name,)
-        if live and (below[0] in WRITTEN_WHILE_RUNNING or below[0] == "status.json"):
+        if below[0] == "trials" and len(below) > 1 and below[1] in going_on:
             continue
         try:
             about = path.stat()
         except OSError:  # gone since, or a link to nothing
             entries.append(("/".join(below), -1, -1))
             continue
-        entries.append(("/".join(below), about.st_size, about.st_mtime_ns))
-    text = json.dumps([str(run.path), live, code_version(), sorted(entries)])
+        if live and (below[0] in WRITTEN_WHILE_RUNNING or below[0] == "status.json"):
+            written += about.st_size if below[0] == "steps" else 0
+        else:
+            entries.append(("/".join(below), about.st_size, about.st_mtime_ns))
+    text = json.dumps([str(run.path), live, written.bit_length(), code_version(), sorted(going_on), sorted(entries)])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def trials_going_on(experiment: Path) -> frozenset[str]:
+    """The folders of an experiment's trials that do not say that they have ended."""
+    return frozenset(path.name for path in (experiment / "trials").glob("*") if not _has_ended(path))
+
+
+def _has_ended(recording: Path) -> bool:
+    try:
+        return read_status(recording).state not in ("planned", "running")
+    except InputError:  # it has just begun
+        return False
 
 
 @cache
 def code_version() -> str:
     """The version, and of a checkout that is worked on the last change of a module."""
-    folders = (Path(harness.__file__).parent, Path(__file__).parent)
+    folders = (Path(harness.__file__).parent, Path(probes.__file__).parent, Path(__file__).parent)
     changed = max(path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*.py"))
     return f"{harness.__version__} {changed}"

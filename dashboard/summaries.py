@@ -17,16 +17,32 @@ from harness.report.finding import SEVERITIES
 from harness.report.text import layout
 from harness.text import counted
 
+GOING_ON = ("planned", "running")
+
 
 def summary(root: Path, run: Run) -> dict[str, Any]:
     """Fields of a row: `run`, `state`, `mode`, `world_size`, `layout`, `steps`, metrics of the step rows, `torch`,
     `nccl`, `devices`, `experiment`, `findings` (of a run that was analysed before), `started_unix_ns`."""
-    row = {"run": run.name or ".", "experiment": run.experiment, "findings": findings(root, run)}
+    row = {"run": run.name or ".", "experiment": run.experiment}
+    found = said(run, data.stamps(run)) if run.kind == "recording" else of_folder(run)
+    live = found["state"] in GOING_ON
+    if live and not data.is_live(run):  # its writer went away without a word
+        live, found = False, found | {"state": "abandoned"}
+    return row | found | {"findings": findings(root, run, live=live)}
+
+
+def says_it_goes_on(run: Run) -> bool:
+    return run.kind == "recording" and said(run, data.stamps(run))["state"] in GOING_ON
+
+
+@st.cache_data(max_entries=10_000, show_spinner=False)
+def said(run: Run, stamps: str) -> dict[str, Any]:
+    """What a recording says of itself, kept while its files stay as they are; rows themselves are not kept."""
     try:
         rows = data.rows(run)
     except InputError as error:
-        return row | {"state": "unreadable", "note": error.reason}
-    return row | (of_folder(run) if rows is None else of_recording(run, rows))
+        return {"state": "unreadable", "note": error.reason}
+    return {} if rows is None else of_recording(run, rows)
 
 
 def of_recording(run: Run, rows: data.Rows) -> dict[str, Any]:
@@ -78,9 +94,9 @@ def of_folder(run: Run) -> dict[str, Any]:
     return {"state": "files", "mode": "imported", "layout": ", ".join(held)}
 
 
-def findings(root: Path, run: Run) -> str | None:
+def findings(root: Path, run: Run, *, live: bool) -> str | None:
     """`2 high, 1 medium` of a run whose analysis is on disk; None where it is not."""
-    if not data.is_prepared(run):
+    if not data.is_prepared(run, live=live):
         return None
     try:
         found = [finding["severity"] for finding in data.extract(root, run, "report").values["findings"]]

@@ -44,9 +44,10 @@ def page() -> None:
         running(run)
     report = data.extract(state.root(), run, "report").values
     if rows is not None and rows.live:
-        analysed = report["steps"][-1]["step"] if report["steps"] else None
+        at = f"at step {report['steps'][-1]['step']}" if report["steps"] else "before the first step"
         st.caption(
-            f"Findings and figures below are of what was there at step {analysed}; reload the page for newer ones."
+            f"Findings and figures below are of what was there {at}. Open the page again for newer ones: they are "
+            "made anew when a trace was written or the run has doubled in length, and at its end."
         )
     states.partial(report["errors"])
     left, right = st.columns([3, 2], gap="medium")

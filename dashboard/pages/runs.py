@@ -35,7 +35,8 @@ def page() -> None:
     experiments = [summaries.experiment(run) for run in found if run.kind == "experiment"]
     if experiments:
         show_experiments(experiments)
-    going_on = any(data.is_live(run) for run in found)
+    with st.spinner("Reading the runs"):
+        going_on = any(summaries.says_it_goes_on(run) for run in found)
     st.fragment(listing, run_every=LIVE_EVERY_S if going_on else None)()
 
 

@@ -72,7 +72,7 @@ def test_recording_with_a_link_to_elsewhere_is_not_read(open_page, places):
         assert "leads out of" in app.error[0].value.replace("\\", "")
 
 
-def test_fingerprint_is_of_every_file_and_of_a_live_run_only_of_what_stays(places):
+def test_fingerprint_is_of_every_file_and_of_a_live_run_of_its_doubling(places):
     shown = places[0]
     run = run_at(shown, "run")
     before, before_live = fingerprint(run), fingerprint(run, live=True)
@@ -80,6 +80,9 @@ def test_fingerprint_is_of_every_file_and_of_a_live_run_only_of_what_stays(place
         file.write("\n")
     assert fingerprint(run) != before
     assert fingerprint(run, live=True) == before_live
+    path = shown / "run" / "steps" / "rank0.jsonl"
+    path.write_text(4 * path.read_text())
+    assert fingerprint(run, live=True) != before_live
 
 
 def test_search_ends(places, monkeypatch):

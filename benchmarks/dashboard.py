@@ -9,6 +9,8 @@ their metadata, FSDP's ranges, steps), starts the dashboard on them, and drives 
 server, warm the next ones.
 `zoom_s`: from a key that zooms or moves to the finer picture drawn, the server's work and both ways included, and the
 time that the view rests before it is asked for; median and highest of many.
+`visit_cpu_s`, `zoom_cpu_s`: CPU time of server and browser for a whole page and for a zoom, which is what remains of a
+time on the clock where nothing else runs.
 `server_rss_bytes`, `heap_bytes`: of the server, and of the page's JavaScript, after each quarter of the interactions.
 """
 
@@ -167,6 +169,33 @@ def server(root: Path, cache: Path) -> Iterator[tuple[str, int]]:
         started.wait(30)
 
 
+def cpu_s(*, server: int) -> dict[str, float]:
+    """Seconds of CPU that the server and the browser's processes have used: what other work on the machine adds to no
+    more than cold caches, unlike the times on the clock."""
+    parents, used, names = {}, {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # ended since
+            continue
+        numbers = fields.split()
+        pid = int(folder.name)
+        parents[pid], names[pid] = int(numbers[1]), name
+        used[pid] = (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
+
+    def below(pid: int, root: int) -> bool:
+        while pid > 1:
+            if pid == root:
+                return True
+            pid = parents.get(pid, 0)
+        return False
+
+    return {
+        "server": sum(seconds for pid, seconds in used.items() if below(pid, server)),
+        "browser": sum(s for pid, s in used.items() if "chrom" in names[pid] and below(pid, os.getpid())),
+    }
+
+
 def rss_bytes(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -234,11 +263,13 @@ def measure(root: Path, run: str, interactions: int) -> dict[str, Any]:
             first.page.close()
         with server(root, cache) as (address, pid):
             visits = []
+            before = cpu_s(server=pid)
             for _ in range(4):
                 visit = Visit(browser, address, run)
                 visits.append(visit.painted())
-                visit.page.get_by_role("tab", name="Collectives").wait_for()
+                visit.page.get_by_role("tab", name="Collectives").wait_for(timeout=300_000)
                 visit.page.close()
+            result["visit_cpu_s"] = {name: (used - before[name]) / 4 for name, used in cpu_s(server=pid).items()}
             result["paint_cold_s"], result["paint_warm_s"] = visits[0], statistics.median(visits[1:])
             result |= interact(Visit(browser, address, run), pid, interactions)
         browser.close()
@@ -249,11 +280,12 @@ def measure(root: Path, run: str, interactions: int) -> dict[str, Any]:
 def interact(visit: Visit, pid: int, interactions: int) -> dict[str, Any]:
     """Zooms in and out and moves about, and watches the memory of the server and of the page."""
     visit.painted()
-    visit.page.get_by_role("tab", name="Collectives").wait_for()
+    visit.page.get_by_role("tab", name="Collectives").wait_for(timeout=300_000)
     visit.page.wait_for_timeout(2000)
     visit.page.locator("canvas.lanes").click(position={"x": 300, "y": 8})
     keys = [*"wwwwdwwwadwwwwdasssdssswwasssss", "Home"]
     times, rss, heap = [], [rss_bytes(pid)], [visit.heap_bytes()]
+    before = cpu_s(server=pid)
     for number in range(interactions):
         times.append(visit.press(keys[number % len(keys)]))
         if (number + 1) % max(1, interactions // 4) == 0:
@@ -265,6 +297,7 @@ def interact(visit: Visit, pid: int, interactions: int) -> dict[str, Any]:
         "zoom_median_s": statistics.median(times),
         "zoom_p95_s": ordered[int(0.95 * (len(ordered) - 1))],
         "zoom_highest_s": ordered[-1],
+        "zoom_cpu_s": {name: (used - before[name]) / interactions for name, used in cpu_s(server=pid).items()},
         "interactions": interactions,
         "server_rss_bytes": rss,
         "heap_bytes": heap,

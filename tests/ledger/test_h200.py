@@ -1,8 +1,9 @@
 """Predicted against measured peaks on H200s, torch 2.11: numbers that ship with the tests.
 
 The CUDA table came from the other trainer's snapshots, so its rows show that the table is right; those with activation
-checkpointing (AC) and our own trainer's were predicted before they were looked at. The exception is fsdp8_fp32: its attention falls back to plain operators,
-which no snapshot showed, and two of their temporaries were settled by this row (see `Operators._attention_math`).
+checkpointing (AC) and our own trainer's were predicted before they were looked at. The exception is fsdp8_fp32: its
+attention falls back to plain operators, which no snapshot showed, and two of their temporaries were settled by this row
+(see `Operators._attention_math`).
 Rows marked `held_out` are of HSDP, tied embeddings, accumulation and deterministic kernels; what was predicted for them
 was kept before the first was measured, and nothing was changed after.
 

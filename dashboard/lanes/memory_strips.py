@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dashboard.lanes.picture import Shown, Strip
+from dashboard.lanes.picture import Band, Shown, Strip
 from dashboard.lanes.source import Moment
 from dashboard.lanes.strip import NS_PER_US, Curves, curves_of
 from dashboard.store import Extract
@@ -67,3 +67,17 @@ def peak_marks(item: dict[str, Any], first_ns: int) -> list[tuple[int, int, str]
     if peak["time_ns"] is None:
         return [(first_ns, peak["bytes"], f"{words}, when the history begins")]
     return [(peak["time_ns"], peak["bytes"], words)]
+
+
+def bands(item: dict[str, Any], group: str, origin_ns: int, first_ns: int, last_ns: int) -> list[Band]:
+    """The steps within a history; those that were open at its edges as far as they are in it."""
+    return [
+        Band(
+            group=group,
+            label=f"step {name}",
+            start_ns=max(start, first_ns) - origin_ns,
+            end_ns=min(last_ns if end is None else end, last_ns) - origin_ns,
+        )
+        for name, start, end in item["ranges"]
+        if isinstance(name, int) and start < last_ns and (end is None or end > first_ns)
+    ]

@@ -39,13 +39,14 @@ class Shown:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strip:
     """Memory of a device; `marks` are (time, bytes, words) in its own time, `pending_marks` those of the pending band.
-    `height` in pixels."""
+    `height` in pixels; `top_bytes` is what the scale reaches at least, to be the same in several strips."""
 
     label: str
     group: str
     curves: Curves
     offset_ns: int
     height: int = 110
+    top_bytes: int = 0
     marks: Sequence[tuple[int, int, str]] = ()
     pending_marks: Sequence[tuple[int, int, str]] = ()
 
@@ -254,7 +255,7 @@ def _events(
 def _strip(strip: Strip, edges: Ns, arrays: payload.Arrays) -> dict[str, Any]:
     curves = strip.curves
     columns = curves.columns(edges - strip.offset_ns)
-    top = max(curves.peak(name)[0] for name in ("reserved", "active", "allocated"))
+    top = max(strip.top_bytes, *(curves.peak(name)[0] for name in ("reserved", "active", "allocated")))
     unit, unit_name = unit_of(top)
     clock = curves.time_ns
     return {

@@ -161,7 +161,7 @@ def over_time(run: Run, shown: Shown, memory: dict[str, Any]) -> None:
                 pending_marks=memory_strips.pending_marks(item),
             )
         )
-        bands += bands_of(item, group, shown.origin_ns, first, int(curves.time_ns[-1]))
+        bands += memory_strips.bands(item, group, shown.origin_ns, first, int(curves.time_ns[-1]))
     clock = shown.items[0]["clock"]
     axis = Axis(
         id=f"{run.name} {[item['file'] for item in shown.items]}", extent_ns=last + 1, unit="time" if clock else "event"
@@ -173,20 +173,6 @@ def group_of(item: dict[str, Any], shown: Shown) -> str:
     name = Path(item["file"]).name if item["rank"] is None else f"rank {item['rank']}"
     several = sum(other["file"] == item["file"] for other in shown.items) > 1
     return f"{name} device {item['device']}" if several else name
-
-
-def bands_of(item: dict[str, Any], group: str, origin_ns: int, first_ns: int, last_ns: int) -> list[Band]:
-    """The steps within a history; those that were open at its edges as far as they are in it."""
-    return [
-        Band(
-            group=group,
-            label=f"step {name}",
-            start_ns=max(start, first_ns) - origin_ns,
-            end_ns=min(last_ns if end is None else end, last_ns) - origin_ns,
-        )
-        for name, start, end in item["ranges"]
-        if isinstance(name, int) and start < last_ns and (end is None or end > first_ns)
-    ]
 
 
 @st.fragment

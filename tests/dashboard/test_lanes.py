@@ -9,7 +9,7 @@ import pytest
 from captures import SPAN_NS, class_moments, moments, random_capture
 
 from dashboard import store
-from dashboard.lanes import detail, payload
+from dashboard.lanes import component, detail, payload
 from dashboard.lanes.detail import LaneIndex, columns_of, edges_of
 from dashboard.lanes.index import lane_index
 from dashboard.lanes.looks import short_name
@@ -216,3 +216,12 @@ def test_many_ranks_stay_below_the_limit_of_a_message():
 )
 def test_names_are_shortened_to_what_tells_kernels_apart(name, short):
     assert short_name(name) == short
+
+
+def test_the_script_and_its_style_ship_with_the_package_and_load_nothing():
+    script, style = component.assets()
+    assert script.count("export default") == 1
+    assert style.startswith("\n")  # else Streamlit takes a style of one line for a file's name
+    assert "http" not in script + style
+    assert "import(" not in script
+    assert "url(" not in style

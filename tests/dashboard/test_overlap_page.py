@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from written import write_kernels, write_recording, write_snapshot
 
-from dashboard import data, preparing
+from dashboard import data, preparing, store
 from dashboard.discover import run_at
 from dashboard.lanes import overlap_figures, payload
 from dashboard.lanes.source import head_of, moments_of, shown_of
@@ -157,6 +158,21 @@ def test_a_rehearsal_and_a_recording_without_a_trace_say_what_is_missing(open_pa
         app = open_page(tmp_path, "overlap", run=run)
         assert not app.exception
         assert words in app.info[0].value.replace("\\", "")
+
+
+def test_ranks_that_are_read_are_drawn_while_others_are_not(opened, open_page, tmp_path, monkeypatch):
+    opened()
+    target, _ = data.preparation(RECORDED, run_at(RECORDED, RUN))
+    shutil.copytree(target / store.LANES / "0", tmp_path / store.LANES / "0")
+    shutil.copy(target / store.TRACES, tmp_path)
+    under_way = preparing.Preparation(tmp_path)
+    monkeypatch.setattr(preparing, "start", lambda *_: under_way)
+    app = open_page(RECORDED, "overlap", run=RUN, range="5-99999999999")
+    assert not app.exception
+    assert app.get("progress")[0].proto.text == "1 of 8 traces read and drawn; this is needed once"
+    header, _ = drawn(app)
+    assert {row["group"] for row in header["rows"]} == {"rank 0"}
+    assert app.query_params["range"] == "5-99999999999"  # the axis may still grow
 
 
 def test_captures_of_one_rank_are_moments_of_their_own(tmp_path, monkeypatch, cache_folder):

@@ -18,6 +18,7 @@ from harness.errors import InputError
 TITLE, ICON, ORDER, ABOUT = "Doctor", ":material/stethoscope:", 90, "folder"
 
 LIMIT_S = 180.0
+SIGNS = {"ok": "✓", "missing": "✗", "warning": "!", "optional": "–"}
 
 
 def page() -> None:
@@ -63,7 +64,7 @@ def modes(report: dict[str, Any]) -> None:
         {
             "mode": name,
             "can": "✓ yes" if mode["available"] else "✗ no",
-            "ranks": "any number" if mode["available"] and mode["max_ranks"] is None else str(mode["max_ranks"]),
+            "ranks": ranks_of(mode),
             "reason": mode["reason"],
         }
         for name, mode in report["modes"].items()
@@ -71,9 +72,16 @@ def modes(report: dict[str, Any]) -> None:
     tables.show(rows, {"mode": "mode", "can": "here", "ranks": "ranks, up to", "reason": "why not"})
 
 
+def ranks_of(mode: dict[str, Any]) -> str | None:
+    if not mode["available"]:
+        return None
+    return "any number" if mode["max_ranks"] is None else f"{mode['max_ranks']:,}"
+
+
 def checks(report: dict[str, Any]) -> None:
     st.subheader("Checks")
-    tables.show(report["checks"], {name: name for name in ("state", "group", "name", "value", "fix")})
+    rows = [check | {"state": f"{SIGNS[check['state']]} {check['state']}"} for check in report["checks"]]
+    tables.show(rows, {name: name for name in ("state", "group", "name", "value", "fix")})
 
 
 def variables(report: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import streamlit as st
 
 from dashboard import preparing, store
 from dashboard.discover import Run, find_runs, fingerprint, links_out
+from dashboard.extracts import EXPERIMENT
 from dashboard.preparing import Preparation
 from dashboard.store import Extract
 from harness.compare import Measured, Standing, standing
@@ -32,12 +33,21 @@ def runs_below(root: Path) -> tuple[list[Run], bool]:
 
 
 def extract(root: Path, run: Run, name: str) -> Extract:
-    """An extract of `extracts.EXTRACTS`, made now if it is not on disk. All sessions share it, and its columns are
-    read-only memory maps: do not change it.
+    """An extract of `extracts.EXTRACTS`, or EXPERIMENT's, made now if it is not on disk. All sessions share it, and its
+    columns are read-only memory maps: do not change it.
 
     Raises `InputError` if nothing of the run can be read, or a link within it leads out of `root`.
     """
+    if name != EXPERIMENT:
+        require_run(run)
     return _loaded(prepared(root, run), name)
+
+
+def require_run(run: Run) -> Run:
+    """Raises `InputError` for an experiment, which has trials and no figures of a run."""
+    if run.kind == "experiment":
+        raise InputError(run.name, "is an experiment: the page A/B shows it, and its trials are runs of their own")
+    return run
 
 
 def prepared(root: Path, run: Run) -> str:

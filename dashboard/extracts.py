@@ -22,6 +22,9 @@ EXTRACTS = {
     "timeline": "dashboard.lanes.timeline:memory_timeline",
 }
 
+EXPERIMENT = "experiment"
+"""What an experiment of `meshscope probe` has instead (`dashboard.ab.extract`)."""
+
 Extractor = Callable[[Report], Extract]
 
 

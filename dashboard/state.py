@@ -65,14 +65,14 @@ def offered(key: str, names: list[str]) -> list[str]:
 def current() -> Run:
     """The chosen run.
 
-    Raises `InputError` if the URL names one that is not in the folder, or there is none.
+    Raises `InputError` if the URL names one that is not in the folder, or an experiment, or there is none.
     """
     if refused := st.session_state[REFUSED]:
         raise refused
     name = st.session_state.get("run")
     if name is None:
         raise InputError(root(), "holds nothing to show")
-    return run_at(root(), name)
+    return data.require_run(run_at(root(), name))
 
 
 def extract(name: str) -> Extract:

@@ -105,4 +105,14 @@ def open_or_compare(names: list[str]) -> None:
 def show_experiments(experiments: list[dict[str, Any]]) -> None:
     st.subheader("Experiments")
     headers = {"run": "experiment", "knob": "knob", "verdict": "verdict", "primary": "decided by", "pairs": "pairs"}
-    tables.show(experiments, headers | {"mode": "mode", "recommended": "recommended"})
+    picked = tables.show(
+        experiments,
+        headers | {"mode": "mode", "recommended": "recommended"},
+        key="experiment_picked",
+        words="Experiments and their verdicts",
+        on_select="rerun",
+        selection_mode="single-row",
+    )
+    chosen = picked.selection.rows[0] if picked.selection.rows else 0
+    name = experiments[min(chosen, len(experiments) - 1)]["run"]
+    state.link("ab", f"Open experiment {name} in A/B", icon=":material/science:", experiment=name)

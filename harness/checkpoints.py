@@ -29,17 +29,22 @@ class Header:
     """checkpoint.json. `step` counts completed steps: training goes on with the step of that number."""
 
     step: int
-    data: dict[str, Any]
-    """As `harness.trainer.data.Batches.state_dict` gives it."""
+    data: dict[str, Any] | None
+    """As `harness.trainer.data.Batches.state_dict` gives it; null in a seed checkpoint."""
     model: Decoder.Config
     world_size: int
     mesh: dict[str, int]
     """Axis -> ranks on it, of the layout that saved; any other can load."""
     torch: str
     saved_unix_ns: int
-    save_ns: int
+    save_ns: int | None = None
     """From the beginning of the save until all tensors were on disk."""
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def is_seed(self) -> bool:
+        """Whether it holds the weights that training begins with, and nothing else."""
+        return self.step == 0
 
 
 def checkpoints_folder(recording: Path) -> Path:

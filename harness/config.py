@@ -233,8 +233,14 @@ class Checkpoint:
         """Saved into the recording every so many steps and after the last; 0 saves none."""
         keep: int = 2
         """How many of the latest stay."""
+        asynchronous: bool = False
+        """Training goes on while a thread of each rank writes a copy of what is saved, in host memory as long as that
+        lasts. One save at a time: the next waits for it, and so does the end of the run."""
+        timeout_s: int = 1800
+        """A rank that takes this long to save or load its part ends the run; that of training does not count then."""
         load: str | None = None
-        """A recording to go on from, at the latest checkpoint in it, or one of its checkpoints."""
+        """A recording to go on from, at the latest checkpoint in it, or one of its checkpoints. A seed checkpoint holds
+        the weights to begin with."""
 
 
 @dataclass(kw_only=True, slots=True)

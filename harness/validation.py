@@ -51,6 +51,7 @@ def validate(config: Trainer.Config) -> None:
         **{f"training.{n}": getattr(training, n) for n in POSITIVE_TRAINING},
         "activation_checkpoint.every": config.activation_checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
+        "checkpoint.timeout_s": config.checkpoint.timeout_s,
         "recorder.max_history_entries": config.recorder.max_history_entries,
     }
     for name, value in positive.items():
@@ -122,6 +123,10 @@ def validate(config: Trainer.Config) -> None:
     _require(
         config.data.dataset == "text" or config.data.path is None,
         f"data.path={config.data.path} is read with data.dataset=text only: set --data.dataset text, or leave it out",
+    )
+    _require(
+        config.checkpoint.interval > 0 or not config.checkpoint.asynchronous,
+        "checkpoint.asynchronous=true has no effect with checkpoint.interval=0, which saves nothing: set the interval",
     )
     for name in ("trace", "memory"):
         window = getattr(config.recorder, name)

@@ -6,41 +6,29 @@ rank the parts that its shards need. A parameter that two modules share (tied em
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent import futures
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness import config
-from harness.checkpoints import (
-    PARTIAL_SUFFIX,
-    Header,
-    checkpoint_path,
-    complete_checkpoints,
-    find_checkpoint,
-    header_path,
-    partial_checkpoints,
-    read_header,
-)
-from harness.errors import InputError, UsageError
-from harness.recording import write_json
+from harness.checkpoints import Header, checkpoint_path, find_checkpoint, read_header
+from harness.errors import UsageError
+from harness.trainer.checkpoint_writer import CheckpointWriter, one_line, remove_abandoned
 from harness.trainer.data import Batches
 from harness.trainer.model.decoder import Decoder
 
@@ -55,7 +43,11 @@ def agree_on_checkpoint(path: Path) -> tuple[Path, Header]:
 
 
 class Checkpointer:
-    """Saves into the recording at `directory` and loads from any; all ranks make every call together."""
+    """Saves into the recording at `directory` and loads from any; all ranks make every call together.
+
+    Ranks wait for each other in a gloo group of their own, `checkpoint`: a slow disk of one is not a collective that
+    hangs, and a save in the background gets into no collective of training.
+    """
 
     def __init__(
         self,
@@ -73,63 +65,92 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._batches = batches
+        self._group: dist.ProcessGroup | None = None
+        if config.interval or config.load is not None:
+            timeout = timedelta(seconds=config.timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoint")
+        self._in_flight: tuple[Path, futures.Future[Metadata]] | None = None
 
     def is_due(self, completed_steps: int, steps: int) -> bool:
         """Every `interval` steps, and after the last one."""
         interval = self._config.interval
         return interval > 0 and (completed_steps % interval == 0 or completed_steps == steps)
 
-    def save(self, completed_steps: int) -> None:
-        """Returns once the checkpoint is complete on every rank and those beyond `keep` are gone.
+    def is_saving(self) -> bool:
+        """Whether a save goes on in the background; raises `InputError` if it has failed."""
+        if self._in_flight is not None and self._in_flight[1].done():
+            self.wait()
+        return self._in_flight is not None
 
-        Raises `InputError` if it cannot be written; earlier ones are then as they were.
+    def save(self, completed_steps: int) -> None:
+        """Returns once the checkpoint is complete and those beyond `keep` are gone; an asynchronous one once the save
+        before is, and what is saved now has been copied to host memory.
+
+        Raises `InputError` if it, or the save before, cannot be written; earlier ones are then as they were.
         """
+        self.wait()
         final = checkpoint_path(self._directory, completed_steps)
-        partial = final.with_name(final.name + PARTIAL_SUFFIX)
-        started_ns = time.perf_counter_ns()
-        leads = dist.get_rank() == 0
+        writer = CheckpointWriter(final, self._header(completed_steps), keep=self._config.keep)
+        tensors = self._tensors(with_optimizer=True)
+        if self._config.asynchronous:
+            self._in_flight = writer.partial, self._start(writer, tensors)
+            return
         try:
-            with _locked(partial) if leads else nullcontext():
-                with _one_line(partial, "cannot be written"):
-                    dcp_save(self._tensors(), checkpoint_id=partial)
-                if leads:  # all ranks have written and flushed their files
-                    header = self._header(completed_steps, time.perf_counter_ns() - started_ns)
-                    write_json(header_path(partial), msgspec.to_builtins(header))
-                    _flush_folder(partial)
-                    partial.rename(final)
-                    _flush_folder(final.parent)
-        except OSError as error:
-            raise InputError(partial, f"cannot be written: {error.strerror}") from None
-        if leads:
-            for old in complete_checkpoints(final.parent)[: -self._config.keep]:
-                abandoned = old.with_name(old.name + PARTIAL_SUFFIX)
-                old.rename(abandoned)  # never a half-deleted one under a complete one's name
-            remove_abandoned(final.parent)
-        dist.barrier()  # else the other ranks' next step would begin with waiting for rank 0
+            with one_line(writer.partial, "cannot be written"):
+                dcp_save(tensors, storage_writer=writer, process_group=self._group)
+        finally:
+            writer.close()
+
+    def wait(self) -> None:
+        """For the save in the background, where there is one; raises `InputError` if it cannot be written."""
+        if self._in_flight is None:
+            return
+        (partial, saved), self._in_flight = self._in_flight, None
+        with one_line(partial, "cannot be written"):
+            saved.result()
+
+    def close(self) -> None:
+        """Waits for a save that goes on behind a run that has failed; process groups must not end before it."""
+        if self._in_flight is not None:
+            futures.wait([self._in_flight[1]])
+
+    def _start(self, writer: CheckpointWriter, tensors: dict[str, Any]) -> futures.Future[Metadata]:
+        """Copies `tensors` and has a thread save the copies. Pinned memory would copy faster but is slow to get, and
+        would have to be kept from save to save."""
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        future = dcp_async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=stager)
+        saved = cast("futures.Future[Metadata]", future)  # what it returns where staging is synchronous
+        saved.add_done_callback(lambda _: writer.close())
+        saved.add_done_callback(lambda _: stager.close())
+        return saved
 
     def load(self, checkpoint: Path, header: Header) -> None:
-        """Overwrites parameters, optimizer states and data position, in place.
+        """Overwrites parameters, optimizer states and data position, in place; of a seed checkpoint parameters only.
 
         Raises `UsageError` if it is of another model (the first tensor or field that differs) or data set,
         `InputError` if it cannot be read. As everywhere in torch, its non-tensor part is unpickled: load what you
         trust.
         """
-        tensors = self._tensors()
-        with _one_line(checkpoint, "cannot be read"):
-            dcp_load(tensors, checkpoint_id=checkpoint, planner=_Planner(checkpoint, self._names_of_all(tensors)))
+        tensors = self._tensors(with_optimizer=not header.is_seed)
+        with one_line(checkpoint, "cannot be read"):
+            planner = _Planner(checkpoint, self._names_of_all(tensors))
+            dcp_load(tensors, checkpoint_id=checkpoint, planner=planner, process_group=self._group)
         for name, saved in msgspec.to_builtins(header.model).items():
             here = getattr(self._model.config, name)
             if here != saved:  # what no shape tells, such as the number of heads
                 raise UsageError(f"checkpoint.load={checkpoint}: its model.{name} is {saved}, this model's is {here}")
-        self._batches.load_state_dict(header.data)
+        if header.data is not None:
+            self._batches.load_state_dict(header.data)
         if dist.get_rank() == 0:
             remove_abandoned(checkpoint.parent)
 
-    def _tensors(self) -> dict[str, Any]:
+    def _tensors(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Parameters and optimizer states themselves, not copies. A new optimizer gets its states: torch makes a
         step of zero gradients at a learning rate of zero for it."""
-        states = get_optimizer_state_dict(self._model, self._optimizer)["state"]
-        return {"model": dict(self._model.named_parameters()), "optimizer": states}
+        tensors: dict[str, Any] = {"model": dict(self._model.named_parameters())}
+        if with_optimizer:
+            tensors["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)["state"]
+        return tensors
 
     def _names_of_all(self, tensors: dict[str, Any]) -> set[str]:
         """The names of the tensors of all ranks: pipeline stages have different ones."""
@@ -137,10 +158,10 @@ class Checkpointer:
         if "pp" not in (self._mesh.mesh_dim_names or ()):
             return own
         gathered: list[set[str]] = [own] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, own, group=self._group)
         return set().union(*gathered)
 
-    def _header(self, completed_steps: int, save_ns: int) -> Header:
+    def _header(self, completed_steps: int) -> Header:
         return Header(
             step=completed_steps,
             data=self._batches.state_dict(),
@@ -149,7 +170,6 @@ class Checkpointer:
             mesh={axis: self._mesh.size(dim) for dim, axis in enumerate(self._mesh.mesh_dim_names or ())},
             torch=str(torch.__version__),
             saved_unix_ns=time.time_ns(),
-            save_ns=save_ns,
         )
 
 
@@ -179,49 +199,3 @@ class _Planner(DefaultLoadPlanner):
         for name in saved:
             if name not in self._names_of_all:
                 raise UsageError(f"checkpoint.load={self._checkpoint}: it has {name}, this model has not")
-
-
-@contextmanager
-def _one_line(checkpoint: Path, what: str) -> Iterator[None]:
-    """Turns DCP's exception, the tracebacks of all ranks, into the first rank's reason."""
-    try:
-        yield
-    except CheckpointException as error:
-        _, (reason, _) = min(error.failures.items())
-        if isinstance(reason, UsageError):
-            raise reason from None
-        line = traceback.format_exception_only(reason)[-1].strip().splitlines()[0]
-        raise InputError(checkpoint, f"{what}: {line}") from None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Makes `folder` and holds a lock on it that the kernel lets go when this process dies, however it does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks: the folder is then never taken for abandoned
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Deletes half-written checkpoints whose writer is dead; what cannot be deleted stays, it is never loaded."""
-    for partial in partial_checkpoints(folder):
-        with suppress(OSError):
-            descriptor = os.open(partial, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(partial, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -97,7 +97,11 @@ class Trainer(config.Trainer):
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
             )
             dp_rank, dp_size = self.dims.data_rank(self.mesh), self.dims.dp_replicate * self.dims.dp_shard
-            with recorder, closing(build_batches(self.config, dp_rank=dp_rank, dp_size=dp_size)) as self.batches:
+            with (
+                ExitStack() as ending,
+                recorder,
+                closing(build_batches(self.config, dp_rank=dp_rank, dp_size=dp_size)) as self.batches,
+            ):
                 with recorder.category("parameter"):
                     self.model = self._build_model(recorder)
                 self.optimizer = build_optimizer(self.config.optimizer, self.model.parameters(), self.device)
@@ -110,18 +114,21 @@ class Trainer(config.Trainer):
                     optimizer=self.optimizer,
                     batches=self.batches,
                 )
+                ending.callback(checkpoints.close)  # once the recorder has written what it has
                 if loaded:
                     with recorder.category("optimizer_state"):
                         checkpoints.load(*loaded)
                 losses: list[torch.Tensor] = []
                 for step in range(first, training.steps):
                     saves = checkpoints.is_due(step + 1, training.steps)
-                    losses.append(self._step(step, recorder, tags=["checkpoint"] if saves else []))
+                    tags = ["checkpoint"] if saves or checkpoints.is_saving() else []
+                    losses.append(self._step(step, recorder, tags))
                     # Compilation and connections are done: what takes long from here on hangs.
                     if step == first and not rehearses:
                         set_timeouts(self.mesh, context, training.train_timeout_s)
                     if saves:
                         checkpoints.save(step + 1)
+                checkpoints.wait()
                 return [loss.item() for loss in losses]
 
     def _build_model(self, recorder: Recorder) -> Decoder:

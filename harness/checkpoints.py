@@ -10,6 +10,7 @@ A folder is written under a name that ends in `.partial` and renamed when all of
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def partial_checkpoints(folder: Path) -> list[Path]:
     """Those that are being written, or whose writer died."""
     return sorted(folder.glob(f"step_*{PARTIAL_SUFFIX}")) if folder.is_dir() else []
+
+
+def written_bytes(recording: Path) -> int:
+    """What there is so far of checkpoints that are being written."""
+    with suppress(FileNotFoundError):  # one was finished just now
+        partial = partial_checkpoints(checkpoints_folder(recording))
+        return sum(file.stat().st_size for folder in partial for file in folder.iterdir())
+    return 0
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -29,6 +29,7 @@ import msgspec
 
 import harness
 from harness import recording
+from harness.checkpoints import written_bytes
 from harness.config import Trainer, to_dict, to_json
 from harness.masking import masked_arguments
 from harness.postmortem import failure_of_rehearsal, failure_of_torchrun, fold_logs, torchrun_logs
@@ -86,9 +87,9 @@ def launch(
 
     In mode `rehearsal` it runs the ranks `rehearse` of that world instead, one after the other, and ends with the
     first that fails. `environment` is set on top of what is passed on, `about` goes into the manifest. A run in which
-    no rank ends a step for `timeout_s` counts as hung. Ended ranks get `grace_s` after SIGTERM to write what they
-    recorded, then SIGKILL. `program` is what is started on each rank, followed by `directory`; `python` the interpreter
-    of torchrun and ranks (`harness.interpreter` says whether it can be).
+    no rank ends a step or writes to a checkpoint for `timeout_s` counts as hung. Ended ranks get `grace_s` after
+    SIGTERM to write what they recorded, then SIGKILL. `program` is what is started on each rank, followed by
+    `directory`; `python` the interpreter of torchrun and ranks (`harness.interpreter` says whether it can be).
 
     Raises `UsageError` or `InputError` before anything is started if `config` cannot run, KeyboardInterrupt after
     SIGINT, SIGTERM or SIGHUP to this process, once all ranks have ended and status.json says so.
@@ -137,7 +138,7 @@ def _see_to_its_end(
     followed = StepFollower(directory, child.ranks)
     process = _start(child.command, child.environment, log)
     try:
-        reason = _follow(process, followed, received, timeout_s, on_step)
+        reason = _follow(process, directory, followed, received, timeout_s, on_step)
         if reason is None:
             reason = child.failure(process.returncode)
         elif not received:
@@ -310,20 +311,24 @@ class StepFollower:
 
 def _follow(
     process: subprocess.Popen[bytes],
+    directory: Path,
     followed: StepFollower,
     received: Sequence[signal.Signals],
     timeout_s: float,
     on_step: OnStep | None,
 ) -> str | None:
-    """Watches until torchrun ends (None), or until there is a reason to end it."""
-    last_progress = time.monotonic()
+    """Watches until torchrun ends (None), or until there is a reason to end it. A checkpoint that grows is progress."""
+    last_progress, written = time.monotonic(), 0
     while process.poll() is None:
         if received:
             return f"interrupted by {received[0].name}"
         if _report_steps(followed, on_step):
             last_progress = time.monotonic()
         elif time.monotonic() - last_progress > timeout_s:
-            return followed.hang_reason(timeout_s)
+            before, written = written, written_bytes(directory)
+            if written == before:
+                return followed.hang_reason(timeout_s)
+            last_progress = time.monotonic()
         time.sleep(POLL_S)
     return None
 

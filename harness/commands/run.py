@@ -14,15 +14,15 @@ from typing import Any, get_args
 
 from harness.checkpoints import find_checkpoint
 from harness.config import Trainer, to_json
-from harness.doctor import choose_mode
-from harness.errors import EXIT_FAILED, EXIT_OK, InputError, UsageError
+from harness.doctor import choose_mode, memory_bytes
+from harness.errors import EXIT_FAILED, EXIT_OK, InputError, UnavailableError, UsageError
 from harness.launch import TIMEOUT_S, OnStep
 from harness.modes import launch_in_mode, prepare
 from harness.recipes.arguments import add_recipe_arguments, config_from
 from harness.recording import Mode
 from harness.report import build
 from harness.report.text import render
-from harness.text import GIB, counted, in_ranges, number, one_line
+from harness.text import GIB, counted, in_ranges, number, one_line, size
 from harness.validation import validate_inputs
 
 TAKES_OVERRIDES = True
@@ -50,13 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="new folder to record into (default: runs/out/NAME-TIME)"
     )
+    parser.add_argument(
+        "--seed-checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="write the initial weights, whole, into a new folder, for runs of any layout to begin with "
+        "(--checkpoint.load DIR); starts no rank",
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, start nothing")
     parser.add_argument(
         "--timeout",
         type=float,
         default=TIMEOUT_S,
         metavar="S",
-        help="a run in which no rank ends a step for S seconds has hung (default: %(default)g)",
+        help="a run in which no rank ends a step, or writes to a checkpoint, for S seconds has hung "
+        "(default: %(default)g)",
     )
 
 
@@ -71,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     for option, value, mode in (("--ranks", args.ranks, "rehearsal"), ("--nccl", args.nccl, "shared-gpu")):
         if value is not None and args.mode != mode:
             raise UsageError(f"{option} is for --mode {mode} only")
+    if args.seed_checkpoint is not None:
+        return _seed(config, args)
     choice = choose_mode(config, args.mode)
     config.training.device = choice.device
     validate_inputs(config)
@@ -98,23 +108,59 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _seed(config: Trainer.Config, args: argparse.Namespace) -> int:
+    """Writes a seed checkpoint, in this process."""
+    for option in ("mode", "out"):
+        if getattr(args, option) is not None:
+            raise UsageError(f"--{option}: --seed-checkpoint starts no run; leave it out")
+    if config.workload != "training":
+        raise UsageError(f"--seed-checkpoint: workload={config.workload} has no weights")
+    if config.checkpoint.load is not None:
+        raise UsageError(
+            f"--seed-checkpoint: the weights would not be those of checkpoint.load={config.checkpoint.load}"
+        )
+    size_bytes, memory = 4 * config.model.params, memory_bytes()
+    if size_bytes > memory:
+        raise UnavailableError(
+            f"--seed-checkpoint: the whole model in float32 is {size(size_bytes)}, this machine has {size(memory)} of "
+            "memory; without it every layout computes the same weights, each rank its shard"
+        )
+    from harness.trainer.seed import write_seed_checkpoint
+
+    directory = _new_folder(args.seed_checkpoint, "--seed-checkpoint")
+    checkpoint = write_seed_checkpoint(config, directory)
+    print(
+        f"{config.name}: {config.model.params:,} initial weights of training.seed={config.training.seed}, float32, in "
+        f"{checkpoint}; runs of any layout begin with them: --checkpoint.load {directory}"
+    )
+    return EXIT_OK
+
+
 def _out_directory(wanted: Path | None, name: str) -> Path:
     """A new or empty folder, made now; the default one gets the link `latest`.
 
     Raises `UsageError` if there is something, or if the folder cannot be made.
     """
+    if wanted is not None:
+        return _new_folder(wanted, "--out")
     try:
-        if wanted is None:
-            return _default_directory(name)
+        return _default_directory(name)
+    except OSError as error:
+        raise UsageError(f"--out {DEFAULT_PARENT}: {error.strerror}; name another folder") from None
+
+
+def _new_folder(wanted: Path, option: str) -> Path:
+    """`wanted`, empty; raises `UsageError`."""
+    try:
         wanted.mkdir(parents=True, exist_ok=True)
         occupied = any(wanted.iterdir())
         writable = os.access(wanted, os.W_OK)
     except OSError as error:
-        raise UsageError(f"--out {wanted or DEFAULT_PARENT}: {error.strerror}; name another folder") from None
+        raise UsageError(f"{option} {wanted}: {error.strerror}; name another folder") from None
     if occupied:
-        raise UsageError(f"--out {wanted}: the folder is not empty; name a new one")
+        raise UsageError(f"{option} {wanted}: the folder is not empty; name a new one")
     if not writable:
-        raise UsageError(f"--out {wanted}: the folder cannot be written to; name another one")
+        raise UsageError(f"{option} {wanted}: the folder cannot be written to; name another one")
     return wanted
 
 

@@ -18,6 +18,7 @@ from harness.trace.intervals import Ns
 
 COLUMN_BYTES = 450_000
 """What columns may take of a picture; with more lanes there are fewer of them, and a pixel's share stays true."""
+NAME_LETTERS = 100_000
 MOST_COLUMNS = 3000
 FEWEST_COLUMNS = 160
 MARGIN = 0.25
@@ -166,8 +167,8 @@ def picture(
         "rows": drawn,
         "memory": memory,
         "classes": classes,
-        "names": list(tables.names),
-        "units": list(tables.units),
+        "names": fitting(list(tables.names)),
+        "units": fitting(list(tables.units)),
         "steps": [_band(band, place) for place, band in enumerate(bands)],
         "red": EXPOSED,
         "mark": mark,
@@ -276,6 +277,13 @@ def _strip(strip: Strip, edges: Ns, arrays: payload.Arrays) -> dict[str, Any]:
 
 def _marks(marks: Sequence[tuple[int, int, str]], offset_ns: int) -> list[dict[str, Any]]:
     return [{"time": at + offset_ns, "bytes": level, "label": words} for at, level, words in marks]
+
+
+def fitting(names: list[str]) -> list[str]:
+    """The names, all cut to a length at which they take no more than `NAME_LETTERS` together."""
+    if sum(map(len, names)) <= NAME_LETTERS:
+        return names
+    return [name[: max(1, NAME_LETTERS // len(names))] for name in names]
 
 
 def _band(band: Band, place: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dashboard.lanes import component, detail, payload
 from dashboard.lanes.detail import LaneIndex, columns_of, edges_of
 from dashboard.lanes.index import lane_index
 from dashboard.lanes.looks import short_name
-from dashboard.lanes.picture import Shown, View, picture
+from dashboard.lanes.picture import NAME_LETTERS, Shown, View, fitting, picture
 from harness.trace.events import MISSING
 from harness.trace.figures import COMMUNICATION, COMPUTE
 
@@ -200,6 +200,14 @@ def test_many_ranks_stay_below_the_limit_of_a_message():
     ranks = [shown(seed) for seed in range(8)] * 16
     made = picture(ranks, View(start_ns=0, end_ns=SPAN_NS, extent_ns=SPAN_NS, width=2500, view_id="1"))
     assert len(made.data) < payload.LIMIT_BYTES
+
+
+def test_names_are_cut_where_there_are_too_many_for_a_message():
+    names = [f"{number:05d} {'x' * 250}" for number in range(8000)]
+    cut = fitting(names)
+    assert sum(map(len, cut)) <= NAME_LETTERS
+    assert all(name.startswith(short) for name, short in zip(names, cut, strict=True))
+    assert fitting(names[:100]) == names[:100]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def arm_scales(arms: Sequence[str]) -> dict[str, alt.Scale]:
 def marked(arms: Sequence[str], *, legend: bool = True) -> dict[str, Any]:
     """Encodings of points that belong to arms."""
     scales = arm_scales(arms)
-    shown = alt.Legend(orient="top", title=None, labelLimit=260) if legend else None
+    shown = alt.Legend(orient="top", title=None, labelLimit=260, symbolOpacity=1) if legend else None
     return {
         "color": alt.Color("arm:N", scale=scales["color"], legend=shown),
         "shape": alt.Shape("arm:N", scale=scales["shape"], legend=shown),
@@ -86,7 +86,7 @@ def trials(metric: str, arms: Sequence[str], distributions: Sequence[Row], paire
         layers.append(ticks.encode(x=x, y=y, tooltip=["arm", "mean"]))
     points = base.mark_point(filled=True, size=70, opacity=0.9)
     layers.append(points.encode(**marked(arms, legend=False), tooltip=["arm", "trial", "pair", "said"]))
-    return finished(layers, HEIGHT)
+    return finished(layers)
 
 
 def in_order(metric: str, arms: Sequence[str], distributions: Sequence[Row], order: Sequence[Row]) -> Chart:
@@ -94,24 +94,25 @@ def in_order(metric: str, arms: Sequence[str], distributions: Sequence[Row], ord
     count."""
     unit, name = axis_of(metric, distributions)
     frame = points_of(distributions, unit)
+    low, high = float(frame["value"].min()), float(frame["value"].max())
+    foot = low - 0.12 * (high - low or 1.0)
     x = alt.X("trial:Q", title="trial", axis=alt.Axis(tickMinStep=1, format="d"))
     y = alt.Y("value:Q", title=name, scale=alt.Scale(zero=False, nice=True))
     base = alt.Chart(frame).encode(x=x, y=y)
+    points = base.mark_point(filled=True, size=70, opacity=0.9)
     layers: list[Any] = [
         base.mark_line(color=GREY, opacity=0.6, strokeWidth=1),
-        base.mark_point(filled=True, size=70, opacity=0.9).encode(
-            **marked(arms), tooltip=["trial", "arm", "pair", "said"]
-        ),
+        points.encode(**marked(arms), tooltip=["trial", "arm", "pair", "said"]),
     ]
     lost = [
-        {"trial": row["index"], "arm": row["arm"], "state": row["state"], "why": row["reason"] or ""}
+        {"trial": row["index"], "value": foot, "arm": row["arm"], "state": row["state"], "why": row["reason"] or ""}
         for row in order
         if row["state"] in ("void", "given up", "outcome")
     ]
     if lost:
         crosses = alt.Chart(pd.DataFrame(lost)).mark_text(text="✕", color=RED, fontSize=13)
-        layers.append(crosses.encode(x=x, y=alt.value(HEIGHT - 8), tooltip=["trial", "arm", "state", "why"]))
-    return finished(layers, HEIGHT)
+        layers.append(crosses.encode(x=x, y=y, tooltip=["trial", "arm", "state", "why"]))
+    return finished(layers)
 
 
 def differences(arms: Sequence[str], paired: Sequence[Row]) -> Chart:
@@ -122,13 +123,12 @@ def differences(arms: Sequence[str], paired: Sequence[Row]) -> Chart:
     unit, name = (MIB, "MiB") if in_bytes else (1, comparisons[0]["unit"])
     limit = REACH * max(_reach(one) for one in paired) / unit or 1.0
     rows = [label for one in paired for label in (f"{one['arm']}: pairs", f"{one['arm']}: mean")]
-    y = alt.Y("row:N", sort=rows, title=None, scale=alt.Scale(domain=rows), axis=alt.Axis(labelLimit=LABELS))
+    y = alt.Y("row:N", title=None, scale=alt.Scale(domain=rows, padding=0), axis=alt.Axis(labelLimit=LABELS))
     reaches = [_interval_row(one, unit, limit) for one in paired]
-    shown = max([limit / REACH * 1.1, *(abs(row[end]) for row in reaches for end in ("low", "high") if end in row)])
     x = alt.X(
         "at:Q",
         title=f"{name} against {paired[0]['baseline']}; {comparisons[0]['better']} is better",
-        scale=alt.Scale(domain=[-shown * 1.05, shown * 1.05], nice=False),
+        scale=alt.Scale(domain=_extent(paired, reaches, unit), nice=False),
     )
     band = [
         {"row": row, "at": -one["comparison"]["threshold"] / unit, "to": one["comparison"]["threshold"] / unit}
@@ -147,14 +147,23 @@ def differences(arms: Sequence[str], paired: Sequence[Row]) -> Chart:
         for pair in one["pairs"]
     ]
     layers: list[Any] = [
-        alt.Chart(pd.DataFrame(band)).mark_bar(color=GREY, opacity=0.3, size=ROW).encode(y=y, x=x, x2="to"),
+        alt.Chart(pd.DataFrame(band)).mark_bar(color=GREY, opacity=0.3).encode(y=y, x=x, x2="to"),
         alt.Chart(pd.DataFrame([{"at": 0}])).mark_rule(color=GREY, strokeWidth=1.5).encode(x=x),
-        *_intervals(reaches, x, y),
+        *_intervals(arms, reaches, x, y),
         alt.Chart(pd.DataFrame(points))
         .mark_point(filled=True, size=60, opacity=0.85)
         .encode(x=x, y=y, **marked(arms, legend=False), tooltip=["arm", "pair", "said"]),
     ]
-    return finished(layers, ROW * len(rows) + 50)
+    return finished(layers, max(HEIGHT, ROW * len(rows) + 50))
+
+
+def _extent(paired: Sequence[Row], means: Sequence[Row], unit: float) -> list[float]:
+    """What is drawn: the pairs, the means with their intervals, the bands and 0."""
+    at = [pair["difference"] / unit for one in paired for pair in one["pairs"]]
+    at += [sign * one["comparison"]["threshold"] / unit for one in paired for sign in (-1, 1)]
+    at += [row[end] for row in means for end in ("at", "low", "high") if end in row]
+    margin = 0.06 * (max(at) - min(at))
+    return [min(at) - margin, max(at) + margin]
 
 
 def _reach(one: Row) -> float:
@@ -168,6 +177,7 @@ def _interval_row(one: Row, unit: float, limit: float) -> dict[str, Any]:
     """The mean, and its intervals as far as they are drawn."""
     found = one["comparison"]
     row = {
+        "arm": one["arm"],
         "row": f"{one['arm']}: mean",
         "at": found["effect"] / unit,
         "mean": amount(found["effect"], found["unit"]),
@@ -183,9 +193,9 @@ def _interval_row(one: Row, unit: float, limit: float) -> dict[str, Any]:
     return row
 
 
-def _intervals(rows: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[Any]:
+def _intervals(arms: Sequence[str], rows: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[Any]:
     layers: list[Any] = []
-    for name, width in (("", 1.5), ("inner_", 5)):
+    for name, width in (("", 1.5), ("inner_", 4)):
         ends = [
             {"row": row["row"], "at": row[f"{name}low"], "to": row[f"{name}high"], "interval": row[f"{name}interval"]}
             for row in rows
@@ -202,9 +212,10 @@ def _intervals(rows: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[Any]:
     if beyond:
         arrows = alt.Chart(pd.DataFrame(beyond)).mark_text(color=GREY, fontSize=14)
         layers.append(arrows.encode(y=y, x=x, text="sign:N"))
-    means = pd.DataFrame([{name: row[name] for name in ("row", "at", "mean", "matters")} for row in rows])
-    diamonds = alt.Chart(means).mark_point(shape="diamond", filled=True, color=GREY, stroke=GREY, size=110, opacity=1)
-    return [*layers, diamonds.encode(y=y, x=x, tooltip=["row", "mean", "matters"])]
+    means = pd.DataFrame([{name: row[name] for name in ("arm", "row", "at", "mean", "matters")} for row in rows])
+    diamonds = alt.Chart(means).mark_point(shape="diamond", filled=True, size=110, opacity=1)
+    colour = marked(arms, legend=False)["color"]
+    return [*layers, diamonds.encode(y=y, x=x, color=colour, tooltip=["row", "mean", "matters"])]
 
 
 def step_traces(arms: Sequence[str], traces: Sequence[Row]) -> Chart | None:
@@ -250,7 +261,7 @@ def step_traces(arms: Sequence[str], traces: Sequence[Row]) -> Chart | None:
             tooltip=["arm", "step", "time", "counts"],
         ),
     ]
-    return finished(layers, HEIGHT)
+    return finished(layers)
 
 
 def queue_latencies(arms: Sequence[str], found: Sequence[Row]) -> Chart | None:
@@ -269,9 +280,9 @@ def queue_latencies(arms: Sequence[str], found: Sequence[Row]) -> Chart | None:
         base.mark_line(strokeWidth=1),
         points.encode(shape=marked(arms)["shape"], tooltip=["arm", "streams", "time"]),
     ]
-    return finished(layers, HEIGHT)
+    return finished(layers)
 
 
-def finished(layers: Sequence[Any], height: int) -> Chart:
+def finished(layers: Sequence[Any], height: int = HEIGHT) -> Chart:
     chart: Chart = alt.layer(*layers).properties(height=height)
     return chart

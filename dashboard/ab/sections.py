@@ -141,7 +141,7 @@ def comparisons(values: Values, arm: str) -> None:
     pairs = max(one["n_pairs"] or 0 for one in found)
     st.caption(f"{counted(pairs, 'pair')} of trials that ran next to each other. {mode_words(values)}")
     if notes := [f"{one['metric']}: {note}" for one in found for note in one["notes"]]:
-        with st.expander(counted(len(notes), "note on these metrics")):
+        with st.expander(f"{counted(len(notes), 'note')} on these metrics"):
             st.markdown("\n".join(f"- {states.escaped(note)}" for note in notes))
 
 
@@ -158,9 +158,11 @@ def one_metric(values: Values, metric: str) -> None:
     arms = run_arms(values)
     distributions = [item for item in values["distributions"] if item["metric"] == metric]
     paired = [item for item in values["paired"] if item["metric"] == metric]
+    drawn = False
     if paired and all(item["comparison"]["exact"] for item in paired):
         st.caption("Every trial of an arm gave the same value: there is no spread to draw.")
     elif distributions:
+        drawn = True
         left, middle, right = st.columns([3, 4, 4], gap="medium")
         with left:
             st.markdown("**Trials of each arm**")
@@ -180,7 +182,8 @@ def one_metric(values: Values, metric: str) -> None:
             "thick that of the two one-sided tests, an arrow where it goes on; grey band: less than matters. A slope "
             f"of all arms over the trials is a drift; ✕ is a run that does not count. {mode_words(values)}"
         )
-    pairs_and_trials(metric, distributions, paired)
+    with st.expander("Pairs and trials as tables", expanded=not drawn):
+        pairs_and_trials(metric, distributions, paired)
 
 
 def pairs_and_trials(metric: str, distributions: Sequence[Values], paired: Sequence[Values]) -> None:

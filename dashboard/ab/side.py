@@ -176,7 +176,7 @@ def memory(values: Values, trials: Mapping[str, Run]) -> None:
         extent = max(extent, last - first + 1)
         strips.append(
             Strip(
-                label=f"{printable(arm)}: GPU memory held by the allocator",
+                label=f"{printable(arm)}: memory",
                 group=printable(arm),
                 curves=curves[arm],
                 offset_ns=-first,

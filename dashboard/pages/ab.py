@@ -46,10 +46,11 @@ def page() -> None:
 def choose(bar: Any, names: list[str]) -> Run:
     """An experiment, bound to `?experiment=`. Raises `InputError` for another folder."""
     offered = state.offered("experiment", names)
+    # None is chosen by itself: the first of a folder is another one tomorrow, and the URL leaves out what is.
     name = bar.selectbox(
-        "Experiment", offered, key="experiment", bind="query-params", format_func=lambda name: name or ".", width=420
+        "Experiment", offered, None, key="experiment", bind="query-params", placeholder=offered[0], width=420
     )
-    run = run_at(state.root(), str(name))
+    run = run_at(state.root(), name or offered[0])
     if run.kind != "experiment":
         raise InputError(run.name, "is no experiment of meshscope probe: it has no experiment.json")
     return run

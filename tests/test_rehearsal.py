@@ -95,7 +95,7 @@ def test_peak_is_the_ledgers(out):
     assert [rank.rank for rank in report.prediction.ranks if rank.measured_peak_allocated_bytes] == [0, 5]
 
 
-@pytest.mark.parametrize("name", ["fsdp2_tp2", "hsdp2x2_tied_accumulate2"])
+@pytest.mark.parametrize("name", ["fsdp2_tp2", "hsdp2x2_tied_accumulate2", "cp2_fsdp2_ring"])
 def test_peak_is_that_of_real_ranks_to_the_byte(tmp_path, name):
     """In one of two tracked steps, and never above: gloo's thread may let go of what it gathered only after the peak.
     Step by step, because the trainer keeps four bytes more of losses with each."""

@@ -18,7 +18,19 @@ TARGET_OF_SOURCE: dict[str, Target] = {"cuda_allocator": "cuda", "tensor_storage
 
 DECIDES_MEMORY = {
     "model": ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "tied_embeddings"),
-    "parallelism": ("dp_replicate", "cp", "tp", "pp", "sequence_parallel", "reshard_after_forward"),
+    "parallelism": (
+        *("dp_replicate", "cp", "cp_attention", "cp_load_balance", "tp", "pp"),
+        *("sequence_parallel", "reshard_after_forward"),
+    ),
+    "pipeline": (
+        "schedule",
+        "micro_batches",
+        "stages_per_rank",
+        "first_stage_less_layers",
+        "last_stage_less_layers",
+        "split",
+        "table",
+    ),
     "training": (
         "micro_batch_size",
         "accumulation_steps",
@@ -30,11 +42,15 @@ DECIDES_MEMORY = {
 }
 
 
+Key = tuple[int | None, str, str]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
     """Collectives of one kind in one mesh dimension, a step: predicted and recorded, None where one is unknown.
 
-    `agree`: every rank and recorded step has exactly the predicted count and bytes; None without both.
+    `agree`: every rank and recorded step has exactly the predicted count and bytes; None without both. `pipeline_rank`
+    is that of the ranks it is about, None where all ranks are alike.
     """
 
     dimension: str
@@ -44,6 +60,7 @@ class Communication:
     measured_count: int | None
     measured_bytes: int | None
     agree: bool | None
+    pipeline_rank: int | None = None
 
 
 def recorded_config(recording: Recording) -> Trainer.Config | None:
@@ -133,26 +150,30 @@ def require_same(recorded: Any, config: Trainer.Config) -> None:
 
 
 def communication(prediction: Prediction | None, captures: Sequence[Capture]) -> list[Communication]:
-    """Per mesh dimension and kind, what a step should send and what the traced steps sent.
+    """Per mesh dimension and kind, what a step should send and what the traced steps sent; of a pipeline for each of
+    its ranks.
 
     Measured figures are those that most ranks and steps have. Steps known to be incomplete (`Capture.incomplete`) and
     collectives outside every step are left out.
     """
-    predicted: dict[tuple[str, str], tuple[int, int]] = {
-        (c.dimension, c.kind): (c.count, c.bytes) for c in (prediction.communication if prediction else ())
+    predicted: dict[Key, tuple[int, int]] = {
+        (c.pipeline_rank, c.dimension, c.kind): (c.count, c.bytes)
+        for c in (prediction.communication if prediction else ())
     }
-    seen: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
-    steps: set[tuple[int | None, int]] = set()
+    ranks_of_stage = _ranks_of_stage(prediction)
+    seen: dict[Key, list[tuple[int, int | None]]] = {}
+    steps_of: dict[int | None, set[tuple[int | None, int]]] = {}
     for capture in complete(captures):
+        stage = None if ranks_of_stage is None or capture.rank is None else capture.rank // ranks_of_stage
         for item in collective_counts(capture.records()):
             if item["step"] is not None:
-                steps.add((item["rank"], item["step"]))
-                key = (axis_of(item["dimension"]), item["kind"])
+                steps_of.setdefault(stage, set()).add((item["rank"], item["step"]))
+                key = (stage, axis_of(item["dimension"]), item["kind"])
                 seen.setdefault(key, []).append((item["count"], item["bytes"]))
 
     rows = []
-    for key in sorted(predicted.keys() | seen.keys()):
-        found = seen.get(key, [])
+    for key in sorted(predicted.keys() | seen.keys(), key=lambda k: (k[0] or 0, *k[1:])):
+        found, steps = seen.get(key, []), steps_of.get(key[0], set())
         usual = max(set(found), key=found.count) if found else ((0, 0) if steps else (None, None))
         nothing: tuple[int, int] | tuple[None, None] = (0, 0) if prediction else (None, None)
         want = predicted.get(key) or nothing
@@ -161,8 +182,9 @@ def communication(prediction: Prediction | None, captures: Sequence[Capture]) ->
             agree = (len(found) == len(steps) if want != (0, 0) else not found) and all(f == want for f in found)
         rows.append(
             Communication(
-                dimension=key[0],
-                kind=key[1],
+                pipeline_rank=key[0],
+                dimension=key[1],
+                kind=key[2],
                 predicted_count=want[0],
                 predicted_bytes=want[1],
                 measured_count=usual[0],
@@ -171,6 +193,12 @@ def communication(prediction: Prediction | None, captures: Sequence[Capture]) ->
             )
         )
     return rows
+
+
+def _ranks_of_stage(prediction: Prediction | None) -> int | None:
+    """How many ranks each pipeline rank has, which are numbered one after the other; None without a pipeline."""
+    stages = {c.pipeline_rank for c in prediction.communication} - {None} if prediction else set()
+    return prediction.world_size // len(stages) if prediction and stages else None
 
 
 def ledger_json(prediction: Prediction, rows: Sequence[Communication]) -> dict[str, Any]:
@@ -184,6 +212,7 @@ def ledger_json(prediction: Prediction, rows: Sequence[Communication]) -> dict[s
             "measured_count": row.measured_count,
             "measured_bytes": row.measured_bytes,
             "agree": row.agree,
+            **({} if row.pipeline_rank is None else {"pipeline_rank": row.pipeline_rank}),
         }
         for row in rows
     ]

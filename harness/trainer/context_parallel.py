@@ -31,7 +31,7 @@ aten: Any = torch.ops.aten
 
 Kernel = Literal["flash_attention_for_cpu", "flash_attention", "cudnn_attention"]
 Share = tuple[int, torch.Tensor]
-"""A rank, and its keys and values: [2, batch, key heads, tokens, head_dim]."""
+"""A rank, and its keys and values: [2, batch, tokens, key heads, head_dim]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
         ctx.cp, ctx.kernel = cp, _kernel(q, k, v)
-        shared, shares = _EXCHANGES[cp.exchange].start(cp, torch.stack((k, v)))
+        shared, shares = _EXCHANGES[cp.exchange].start(cp, torch.stack((k.transpose(1, 2), v.transpose(1, 2))))
         total: _Attended | None = None
         for source, kv in shares:
             block = visible(cp.rank, source, cp.balance)
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
             del kv
             exchange.add(source, block, to_kv)
         assert to_q is not None
-        to_k, to_v = exchange.gradients().to(q.dtype)
+        to_k, to_v = exchange.gradients().to(q.dtype).transpose(2, 3)
         return to_q.to(q.dtype), to_k, to_v, None
 
 
@@ -238,8 +238,8 @@ def _queries(block: Block, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keys(block: Block, tensor: torch.Tensor) -> torch.Tensor:
-    """A block's part of […, keys, head_dim]."""
-    return tensor if block.keys == "all" else tensor.chunk(2, dim=-2)[0]
+    """A block's part of […, tokens, key heads, head_dim], as […, key heads, keys, head_dim]."""
+    return (tensor if block.keys == "all" else tensor.chunk(2, dim=-3)[0]).transpose(-3, -2)
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:

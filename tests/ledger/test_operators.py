@@ -21,7 +21,7 @@ from .live import Live
 
 B, S, H, K, HD, FFN, V = 2, 64, 8, 2, 16, 320, 512
 D, KV, T = H * HD, K * HD, B * S
-VALUES = {"1": 1, "T": T, "B": B, "S": S, "d": D, "f": FFN, "kv": KV, "hd": HD, "H": H, "K": K, "V": V, "t": 1}
+VALUES = {"1": 1, "T": T, "B": B, "S": S, "d": D, "f": FFN, "kv": KV, "hd": HD, "H": H, "K": K, "V": V, "t": 1, "k": 1}
 SLACK = 64
 """Bytes of zero-dimensional tensors, which the table leaves out."""
 
@@ -51,10 +51,14 @@ def measured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Fi
 
 
 def predicted(
-    element: int, function: Callable[[Operators, list[Tensor]], Tensor], inputs: list[str], gradient: str
+    element: int,
+    function: Callable[[Operators, list[Tensor]], Tensor],
+    inputs: list[str],
+    gradient: str,
+    values: dict[str, int] = VALUES,
 ) -> Figures:
     tape = Tape(granule=1)
-    ops = Operators(tape, Quantities(VALUES), target="cpu", element=element)
+    ops = Operators(tape, Quantities(values), target="cpu", element=element)
     collected: list[Gradient] = []
 
     def collect(gradient: Gradient) -> list[Gradient | None]:

@@ -22,6 +22,7 @@ from dashboard.extracts import EXPERIMENT, EXTRACTS, extractor
 from dashboard.lanes.index import lane_index
 from dashboard.store import FAILED, LANES, TRACES, save
 from harness.errors import InputError
+from harness.recording import atomic_path
 from harness.report import build
 from harness.sources import Sources
 from harness.trace import Capture, read_captures
@@ -57,7 +58,8 @@ def of_run(path: Path, folder: Path) -> None:
     """The extracts of `EXTRACTS`, and before them the lanes of each trace."""
 
     def read(sources: Sources) -> tuple[list[Capture], list[InputError]]:
-        (folder / TRACES).write_text(json.dumps([str(file.path) for file in sources.traces]), encoding="utf-8")
+        with atomic_path(folder / TRACES) as unfinished:  # the server may be reading it already
+            unfinished.write_text(json.dumps([str(file.path) for file in sources.traces]), encoding="utf-8")
         (folder / LANES).mkdir()
 
         def seen(capture: Capture) -> None:

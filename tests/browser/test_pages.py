@@ -65,7 +65,7 @@ def test_choice_of_a_page_does_not_break_the_next(go):
         page.get_by_test_id("stSidebar").get_by_role("link", name=name).click()
         page.wait_for_url(re.compile(f"/{name.lower()}"))
         drawn(page)
-        assert page.get_by_test_id("stException").count() == 0
+        assert page.get_by_test_id("stException").all_inner_texts() == []
 
 
 def test_sidebar_changes_the_recording_and_the_address(go):

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page
 
 RECORDED = Path(__file__).parents[2] / "runs" / "recorded"
 TIMEOUT_MS = 30_000
-BUSY = "[data-testid=stStatusWidget], [data-testid=stSpinner], [data-testid=stSkeleton]"
+BUSY = "[data-testid=stSpinner], [data-testid=stSkeleton]"
 
 
 @contextmanager
@@ -36,5 +36,6 @@ def is_elsewhere(url: str) -> bool:
 def drawn(page: Page) -> Page:
     """Waits until the script has run: a heading is there and nothing is under way."""
     page.locator("[data-testid=stMain] [data-testid=stHeading]").first.wait_for()
+    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
     page.wait_for_function("selector => document.querySelectorAll(selector).length === 0", arg=BUSY)
     return page

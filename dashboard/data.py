@@ -14,7 +14,7 @@ import msgspec
 import streamlit as st
 
 from dashboard import preparing, store
-from dashboard.discover import Run, find_runs, fingerprint, links_out
+from dashboard.discover import Run, find_runs, fingerprint, links_out, run_at, trials_going_on
 from dashboard.extracts import EXPERIMENT
 from dashboard.preparing import Preparation
 from dashboard.store import Extract
@@ -147,7 +147,9 @@ def _read_rows(path: Path, stamps: str) -> Rows:
 
 
 def is_live(run: Run) -> bool:
-    """Whether somebody is still writing it; one that cannot be read is not known to be written."""
+    """Whether somebody is still writing it, or a trial of it; one that cannot be read is not known to be written."""
+    if run.kind == "experiment":
+        return any(is_live(run_at(run.path, f"trials/{name}")) for name in trials_going_on(run.path))
     try:
         found = rows(run)
     except InputError:

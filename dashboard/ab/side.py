@@ -40,6 +40,8 @@ def side_by_side(run: Run, values: Values, arms: Sequence[str]) -> None:
         st.caption("Both arms need a valid trial to be put side by side.")
         return
     trials = {arm: trial_of(run, folder) for arm, folder in middle.items()}
+    for trial in trials.values():
+        data.preparation(state.root(), trial)  # all at once, and then waits for each
     in_bytes = values["analysis"]["experiment"]["primary"].endswith("_bytes")
 
     def from_the_start() -> None:

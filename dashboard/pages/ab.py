@@ -70,11 +70,11 @@ def read(run: Run) -> dict[str, Any]:
 
 def follow(run: Run) -> None:
     """How the trials that have not ended stand; the page is drawn again when one does."""
-    drawn = fingerprint(run)
+    drawn = fingerprint(run, live=data.is_live(run))
 
     @st.fragment(run_every=LOOKED_EVERY_S)
     def look() -> None:
-        if fingerprint(run) != drawn:
+        if fingerprint(run, live=data.is_live(run)) != drawn:
             st.rerun()
         for name in sorted(trials_going_on(run.path)):
             trial = side.trial_of(run, name)

@@ -38,7 +38,7 @@ def test_killed_experiment_goes_on_where_it_stopped(tmp_path):
     """An A/A whose second trial waits when its process is killed."""
     words = ("PROBED=waits,waits", "--repeats", "2", "--seed", "1")
     directory = tmp_path / "out"
-    script = Path(__file__).with_name("experiments.py")
+    script = Path(__file__).parents[1] / "experiments.py"
     process = subprocess.Popen([sys.executable, script, directory, *words], stderr=subprocess.DEVNULL)
     waiting = directory / "trials"
     deadline = time.monotonic() + PATIENCE_S

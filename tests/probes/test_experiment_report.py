@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from experiments import experiment, write_trial
+from experiments import experiment, write_all, write_trial
 from html_page import Page, loads
 from written import MIB, write_kernels, write_snapshot
 
@@ -31,21 +31,6 @@ from probes.report.reading import read_analysis, read_experiment
 
 NOTHING = ("-c", "raise SystemExit('a trial was started')")
 HOSTILE = "<script>alert(1)</script>"
-
-
-def write_all(planned, slower: float = 1.0, captures: bool = True) -> None:
-    """Every trial; those of arms but the first take `slower` times as long, in a session that slows down by 1 % from
-    trial to trial. Arm k peaks k blocks higher."""
-    names = [arm.name for arm in planned.run_arms]
-    for trial in planned.order():
-        place = names.index(trial.arm)
-        wall = round(1_000_000 * (slower if place else 1) * (1 + trial.index / 100 + trial.index**2 / 10_000))
-        directory = write_trial(planned, trial.index, wall_ns=wall)
-        if captures:
-            for rank in range(2):
-                steps = [("gemm", None, 7, 100, 4000), ("allreduce", "mesh_dp", 20, 4050, 100 * (1 + rank + place))]
-                write_kernels(recording.trace_path(directory, 4, rank), steps, rank=rank)
-            write_snapshot(recording.snapshot_path(directory, 4, 0), pending=place)
 
 
 def report(directory: Path, capsys, *, code: int = 0) -> tuple[dict, Page, str]:

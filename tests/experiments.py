@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from written import write_kernels, write_snapshot
+
 from harness import recording
 from harness.cli import build_parser, split_overrides
 from harness.commands import probe
@@ -16,7 +18,7 @@ from harness.config import to_dict
 from probes import surroundings
 from probes.experiment import Experiment
 
-PROGRAM = (str(Path(__file__).with_name("rank_program.py")),)
+PROGRAM = (str(Path(__file__).parent / "probes" / "rank_program.py"),)
 SMALL = (
     *("--config", "single", "--nproc", "2", "--mode", "cpu", "--warmup", "1", "--training.steps", "4"),
     *("--parallelism.dp_shard", "2", "--recorder.trace.steps", "0", "--recorder.memory.steps", "0"),
@@ -79,6 +81,21 @@ def write_trial(
     recording.write_json(surroundings.path_of(directory), {"reason": None, "samples": samples or []})
     recording.write_status(directory, "complete")
     return directory
+
+
+def write_all(planned: Experiment, slower: float = 1.0, captures: bool = True) -> None:
+    """Every trial; those of arms but the first take `slower` times as long, in a session that slows down by 1 % from
+    trial to trial. Arm k peaks k blocks higher."""
+    names = [arm.name for arm in planned.run_arms]
+    for trial in planned.order():
+        place = names.index(trial.arm)
+        wall = round(1_000_000 * (slower if place else 1) * (1 + trial.index / 100 + trial.index**2 / 10_000))
+        directory = write_trial(planned, trial.index, wall_ns=wall)
+        if captures:
+            for rank in range(2):
+                steps = [("gemm", None, 7, 100, 4000), ("allreduce", "mesh_dp", 20, 4050, 100 * (1 + rank + place))]
+                write_kernels(recording.trace_path(directory, 4, rank), steps, rank=rank)
+            write_snapshot(recording.snapshot_path(directory, 4, 0), pending=place)
 
 
 if __name__ == "__main__":  # a process of its own, to be killed

@@ -29,8 +29,13 @@ class Pool:
         self.size, self.logs = size, logs
         self.workers: list[subprocess.Popen[str]] = []
 
-    def train(self, config: Trainer.Config, directory: Path, timeout_s: float = 120) -> None:
-        """Trains `config` into a recording at `directory`; raises RuntimeError with the first rank's traceback."""
+    def train(
+        self, config: Trainer.Config, directory: Path, timeout_s: float = 120, *, stands_still: bool = False
+    ) -> None:
+        """Trains `config` into a recording at `directory`; raises RuntimeError with the first rank's traceback.
+
+        stands_still: its steps do nothing, so that a checkpoint is of what was there before them.
+        """
         if not self.workers:
             self._start()
         job = {
@@ -38,6 +43,7 @@ class Pool:
             "directory": str(directory),
             "world_size": config.world_size,
             "port": free_port(),
+            "stands_still": stands_still,
         }
         ranks = self.workers[: config.world_size]
         for worker in ranks:
@@ -112,6 +118,7 @@ def work(rank: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not answer
+    import torch
     from torch.distributed.tensor import debug
 
     for line in sys.stdin:
@@ -126,7 +133,10 @@ def work(rank: int) -> None:
         }
         error = None
         try:
-            from_dict(job["config"]).build(Path(job["directory"])).train()
+            trainer: Any = from_dict(job["config"]).build(Path(job["directory"]))
+            if job["stands_still"]:
+                trainer._step = lambda *_: torch.zeros(())
+            trainer.train()
         except Exception:  # whatever a test's run raises is the test's to judge
             error = traceback.format_exc()
         # DTensor keeps plans for the meshes, and so the groups, of the job before.

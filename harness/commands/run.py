@@ -116,9 +116,7 @@ def _seed(config: Trainer.Config, args: argparse.Namespace) -> int:
     if config.workload != "training":
         raise UsageError(f"--seed-checkpoint: workload={config.workload} has no weights")
     if config.checkpoint.load is not None:
-        raise UsageError(
-            f"--seed-checkpoint: the weights would not be those of checkpoint.load={config.checkpoint.load}"
-        )
+        raise UsageError("--seed-checkpoint writes the weights of training.seed: leave out --checkpoint.load")
     size_bytes, memory = 4 * config.model.params, memory_bytes()
     if size_bytes > memory:
         raise UnavailableError(

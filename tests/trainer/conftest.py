@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -26,3 +28,12 @@ def fake_world() -> World:
                 getattr(debug, clear)()
 
     return enter
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of text to train on."""
+    file = tmp_path_factory.mktemp("text") / "documents.jsonl"
+    texts = [f"The square of {i} is {i * i}. " * (i % 7) for i in range(60)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file

@@ -17,91 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from saving import configuration, losses_of, tensors_of
 
 from harness.checkpoints import checkpoint_path, complete_checkpoints, find_checkpoint, read_header
-from harness.config import (
-    Checkpoint,
-    Data,
-    Decoder,
-    Optimizer,
-    Parallelism,
-    Recorder,
-    Trainer,
-    Training,
-    Window,
-    with_overrides,
-)
+from harness.config import Recorder, Window, with_overrides
 from harness.errors import InputError, UsageError
 from harness.recipes import load_config
 from harness.recording import read_recording
-from harness.trainer.initialise import initialise
 from harness.validation import validate_inputs
-
-LAYOUTS = {
-    "single": Parallelism.Config(dp_shard=1),
-    "fsdp4": Parallelism.Config(dp_shard=4),
-    "fsdp2_tp2": Parallelism.Config(dp_shard=2, tp=2),
-    "hsdp2x2": Parallelism.Config(dp_replicate=2, dp_shard=2),
-    "pp2_fsdp2": Parallelism.Config(pp=2, dp_shard=2),
-}
-# Losses of float32 runs differ between layouts by the order of their sums.
-LOSS_TOLERANCE = 2e-6
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "documents.jsonl"
-    texts = [f"The square of {i} is {i * i}. " * (i % 7) for i in range(60)]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return file
-
-
-def configuration(
-    documents: Path, layout: str = "single", *, steps: int, load: Path | None = None, interval: int = 2, keep: int = 2
-) -> Trainer.Config:
-    """8 sequences a step whatever the layout; no dimension of the model divides by 4, so that shards are uneven."""
-    parallelism = LAYOUTS[layout]
-    data_parallel = parallelism.dp_replicate * parallelism.dp_shard
-    return Trainer.Config(
-        name=layout,
-        world_size=data_parallel * parallelism.tp * parallelism.pp,
-        model=Decoder.Config(vocab_size=258, dim=36, n_layers=2, n_heads=6, n_kv_heads=2, ffn_dim=58),
-        parallelism=parallelism,
-        training=Training.Config(
-            device="cpu",
-            steps=steps,
-            micro_batch_size=4 // data_parallel // parallelism.pp,  # a pipeline of 2 takes 2 micro-batches at a time
-            accumulation_steps=2,
-            seq_len=32,
-            mixed_precision_param="float32",
-        ),
-        optimizer=Optimizer.Config(lr=1e-2),
-        data=Data.Config(dataset="text", path=str(documents)),
-        checkpoint=Checkpoint.Config(interval=interval, keep=keep, load=None if load is None else str(load)),
-        recorder=Recorder.Config(trace=Window(steps=0), memory=Window(steps=0)),
-    )
-
-
-def losses_of(directory: Path, *, complete: bool = True) -> dict[int, float]:
-    """Step -> loss, which all ranks must agree on; those of a killed run may have got further than others."""
-    recording = read_recording(directory)
-    series = [{row["step"]: row["loss"] for row in rows} for rows in recording.steps.values()]
-    longest = max(series, key=len)
-    for other in series:
-        assert other.items() <= longest.items(), "ranks disagree on the global loss"
-        assert not complete or len(other) == len(longest)
-    return longest
-
-
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint, by name."""
-    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp_load(tensors, checkpoint_id=checkpoint, no_dist=True)
-    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -236,58 +159,6 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(documents, tmp_path):
     with pytest.raises(InputError, match=r"step_000000000002\.partial: cannot be written: ") as caught:
         configuration(documents, steps=2).build(tmp_path / "run").train()
     assert "\n" not in str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def on_fsdp2_tp2(documents, pool, tmp_path_factory) -> Path:
-    """6 steps with checkpoints after 3 and 6."""
-    directory = tmp_path_factory.mktemp("fsdp2_tp2") / "run"
-    pool.train(configuration(documents, "fsdp2_tp2", steps=6, interval=3), directory)
-    return directory
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_another_layout_goes_on_with_the_same_tensors_and_losses(documents, pool, tmp_path, on_fsdp2_tp2, layout):
-    source = checkpoint_path(on_fsdp2_tp2, 3)
-    pool.train(configuration(documents, layout, steps=6, load=source), tmp_path / "on")
-    whole, rest = losses_of(on_fsdp2_tp2), losses_of(tmp_path / "on")
-    assert list(rest) == [3, 4, 5]
-    exactly = layout == "fsdp2_tp2"
-    for step, loss in rest.items():
-        assert loss == (whole[step] if exactly else pytest.approx(whole[step], rel=LOSS_TOLERANCE))
-
-    still = configuration(documents, layout, steps=4, load=source)
-    still.optimizer.lr = 0.0  # a step that changes no parameter: what is saved after it is what was loaded
-    pool.train(still, tmp_path / "still")
-    before, after = tensors_of(source), tensors_of(checkpoint_path(tmp_path / "still", 4))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        if name.startswith("model."):
-            assert torch.equal(after[name], tensor), name
-        elif name.endswith("exp_avg_sq"):
-            assert not torch.equal(after[name], tensor), f"{name}: the optimizer has made a step"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("tied", "layout"),
-    [(tied, name) for tied in (False, True) for name, layout in LAYOUTS.items() if layout.pp == 1 or not tied],
-)
-def test_every_layout_saves_the_whole_model(documents, pool, tmp_path, layout, tied):
-    config = configuration(documents, layout, steps=1)
-    config.optimizer.lr = 0.0
-    config.model.tied_embeddings = tied
-    pool.train(config, tmp_path / "run")
-    model = config.model.build(seq_len=32)
-    initialise(model, config.training.seed)
-    found = tensors_of(checkpoint_path(tmp_path / "run", 1))
-    parameters = dict(model.named_parameters())
-    assert {name for name in found if name.startswith("model.")} == {f"model.{name}" for name in parameters}
-    for name, parameter in parameters.items():
-        assert torch.equal(found[f"model.{name}"], parameter.detach()), name
-        assert found[f"optimizer.{name}.exp_avg"].shape == parameter.shape
-        assert found[f"optimizer.{name}.step"] == 1
 
 
 def test_windows_and_step_numbers_go_on(documents, saved, tmp_path):

@@ -93,8 +93,8 @@ def draw(make: Callable[[View], Picture], axis: Axis, key: str) -> Picture:
     made = make(view_of(axis, key))
 
     def moved() -> None:
-        asked = st.session_state[f"{key}_lanes"].range
-        if not isinstance(asked, dict):
+        asked = _said(key, "range")
+        if asked is None:
             return
         kept = st.session_state[_place(key)]
         start, end, width = (int(asked[name]) for name in ("start", "end", "width"))
@@ -107,12 +107,18 @@ def draw(make: Callable[[View], Picture], axis: Axis, key: str) -> Picture:
             _tell(st.session_state[_place(key)], axis)
 
     def selected() -> None:
-        chosen = st.session_state[f"{key}_lanes"].selected
-        if isinstance(chosen, dict):
+        chosen = _said(key, "selected")
+        if chosen is not None:
             st.session_state[f"{key}_mark"] = chosen
 
     timeline(made.data, key=f"{key}_lanes", on_range=moved, on_selected=selected)
     return made
+
+
+def _said(key: str, what: str) -> dict[str, Any] | None:
+    """What the browser says; None where it says nothing, or speaks of a page that was left meanwhile."""
+    said = getattr(st.session_state.get(f"{key}_lanes"), what, None)
+    return said if isinstance(said, dict) else None
 
 
 def mark(key: str) -> dict[str, Any] | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from harness.config import Data, Decoder, DType, Parallelism, Recorder, Trainer, Training, Window
+from harness.config import ActivationCheckpoint, Data, Decoder, DType, Parallelism, Recorder, Trainer, Training, Window
 from harness.report import Report, build
 
 pytestmark = pytest.mark.distributed
@@ -31,6 +31,9 @@ class Layout:
     tied: bool = False
     accumulation_steps: int = 1
     dtype: DType = "float32"
+    checkpointing: ActivationCheckpoint.Config = field(default_factory=ActivationCheckpoint.Config)
+    loss_chunks: int = 1
+    reduce_every_micro_batch: bool = True
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -38,6 +41,7 @@ class Layout:
         return {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
 
 
+FULL, SELECTIVE = ActivationCheckpoint.Config(mode="full"), ActivationCheckpoint.Config(mode="selective")
 LAYOUTS = {
     "single": Layout(Parallelism.Config(dp_shard=1)),
     "fsdp4": Layout(Parallelism.Config(dp_shard=4), "single"),
@@ -64,6 +68,26 @@ LAYOUTS = {
     "fsdp2_tp2_async": Layout(
         Parallelism.Config(dp_shard=2, tp=2, fsdp_reduce_scatter_group="separate", tp_async=True), "single"
     ),
+    "fsdp2_tp2_full": Layout(Parallelism.Config(dp_shard=2, tp=2), "single", checkpointing=FULL),
+    "tp4_selective": Layout(Parallelism.Config(dp_shard=1, tp=4), "single", checkpointing=SELECTIVE),
+    "fsdp4_tied_chunks4": Layout(Parallelism.Config(dp_shard=4), "single_tied", tied=True, loss_chunks=4),
+    "fsdp2_accumulate2_whole": Layout(
+        Parallelism.Config(dp_shard=2), "single", accumulation_steps=2, reduce_every_micro_batch=False
+    ),
+    "hsdp2x2_full_every2_chunks2": Layout(
+        Parallelism.Config(dp_replicate=2, dp_shard=2),
+        "single",
+        checkpointing=ActivationCheckpoint.Config(mode="full", every=2),
+        loss_chunks=2,
+    ),
+    "fsdp2_tp2_selective_chunks4_accumulate2_whole": Layout(
+        Parallelism.Config(dp_shard=2, tp=2),
+        "single",
+        accumulation_steps=2,
+        checkpointing=SELECTIVE,
+        loss_chunks=4,
+        reduce_every_micro_batch=False,
+    ),
     "tp4_no_sp_async": Layout(Parallelism.Config(dp_shard=1, tp=4, sequence_parallel=False, tp_async=True), "single"),
 }
 COMPARED = [name for name, layout in LAYOUTS.items() if layout.reference]
@@ -82,11 +106,14 @@ def configuration(name: str) -> Trainer.Config:
             vocab_size=512, dim=64, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=176, tied_embeddings=layout.tied
         ),
         parallelism=parallelism,
+        activation_checkpoint=layout.checkpointing,
         training=Training.Config(
             device="cpu",
             steps=4,
             micro_batch_size=GLOBAL_BATCH // batches,
             accumulation_steps=layout.accumulation_steps,
+            reduce_every_micro_batch=layout.reduce_every_micro_batch,
+            loss_chunks=layout.loss_chunks,
             seq_len=64,
             mixed_precision_param=layout.dtype,
         ),
@@ -162,6 +189,22 @@ def test_a_separate_reduce_scatter_group_is_told_apart_and_belongs_to_its_axis(r
     )
     assert scatters["dimension"] == gathers["dimension"]
     assert (scatters["group"], gathers["group"] == scatters["group"]) == ("fsdp_reduce_scatter", False)
+
+
+def test_a_tied_unit_under_a_loss_in_chunks_is_gathered_three_times_and_reduced_twice(recorded):
+    counts = {row.kind: row.measured_count for row in recorded("fsdp4_tied_chunks4").communication}
+    layers = configuration("fsdp4_tied_chunks4").model.n_layers
+    assert counts["all_gather"] == 2 * layers + 3
+    assert counts["reduce_scatter"] == layers + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("fsdp2_tp2_full", {"all_gather", "reduce_scatter"}), ("tp4_selective", {"all_gather"})]
+)
+def test_what_layers_send_when_they_are_computed_again_is_told_apart(recorded, name, kinds):
+    (units,) = [entry["units"] for entry in recorded(name).overlap["ranks"] if entry["rank"] == 0]
+    again = {(unit["unit"], unit["kind"]) for unit in units if unit["phase"] == "recompute"}
+    assert again == {(f"layers.{i}", kind) for i in range(3) for kind in kinds}
 
 
 def test_a_recording_says_what_ran_and_how_it_ended(recorded):

@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from harness.ledger.autograd import Gradient, Graph, Node, Tensor
+from harness.ledger.autograd import ACCUMULATE_GRAD, Gradient, Graph, Node, Tensor
 from harness.ledger.layout import Parameter
 from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
-
-ACCUMULATE_GRAD = 1 << 62
-"""Order of the nodes that store parameter gradients: they run as soon as they are ready."""
 
 
 class Sharding:
@@ -42,6 +39,10 @@ class Sharding:
         self.element, self.reduce_element = element, reduce_element
         self.shards = quantities.values["W"]
         self.units: list[Unit] = []
+        self.reduces = True
+        """Whether gradients are reduced as each backward ends."""
+        self.frees = True
+        """Whether parameters are freed as each backward ends."""
         self.all_gather_state: Storage | None = None
         self.reduce_scatter_state: Storage | None = None
 
@@ -76,10 +77,11 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         sharding.units.append(self)
         self.shard = sharding.new("parameters", 4, f"{symbol}/W")
-        self.sharded_gradient: Storage | None = None
+        self.sharded_gradients: dict[str, Storage] = {}
         self.gathered: Storage | None = None
         self.unsharded: Storage | None = None
         self.gradients: dict[str, Gradient] = {}
+        self.accumulated: dict[str, Storage] = {}
         self.all_reduce_state: Storage | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -88,10 +90,10 @@ class Unit:
 
     def _accumulate_grad(self, name: str) -> Node:
         def accumulate(gradient: Gradient) -> list[Gradient | None]:
-            self.gradients[name] = Gradient(gradient.storage)
+            self.gradients.setdefault(name, Gradient(gradient.storage))  # one that is there is added to in place
             return []
 
-        return Node(ACCUMULATE_GRAD, (), accumulate, None)
+        return Node(ACCUMULATE_GRAD, (), accumulate, None, is_weight=True)
 
     def pre_forward(self) -> None:
         self._gather()
@@ -109,28 +111,79 @@ class Unit:
         for unit in self.backward_prefetch:
             unit._gather()
 
-    def post_backward(self) -> None:
-        """Frees the parameters, then the last unit's reduce-scatter input, then reduces this unit's gradients and adds
-        them to those of earlier micro-batches."""
+    def gather(self) -> None:
+        """An all-gather that a pipeline's schedule asks for, asynchronously; `wait` has the copies out."""
+        self._gather()
+
+    def wait(self) -> None:
+        self._copy_out(forward=False)
+
+    def free(self) -> None:
         self._free_unsharded()
+
+    def zero_gradients(self) -> None:
+        self.sharded_gradients.clear()
+
+    def end_backward(self) -> None:
+        """The post-backward, as the trainer has set it up."""
+        if self.sharding.reduces:
+            self.post_backward(frees=self.sharding.frees)
+        else:
+            self.keep_gradients()
+
+    def keep_gradients(self) -> None:
+        """A post-backward that reduces nothing: gradients are added up, in the dtype of the reduction, whole."""
         shared = self.sharding
-        shared.reduce_scatter_state = None
-        gradients = [self.gradients.pop(parameter.name) for parameter in self.parameters]
-        to_reduce = shared.new("reduce-scatter input", shared.reduce_element, self.symbol)
+        self._add_up()
+        if shared.frees:
+            self._free_unsharded()
+        if shared.element != shared.reduce_element:
+            for parameter in self.parameters:
+                if parameter.name in self.gradients:
+                    elements = self.gradients[parameter.name].storage.size.monomial
+                    wide = shared.new("accumulated gradients", shared.reduce_element, elements)
+                    self.accumulated[parameter.name] = wide
+                    del self.gradients[parameter.name], wide
+
+    def _take(self, name: str) -> Gradient:
+        return Gradient(self.accumulated.pop(name)) if name in self.accumulated else self.gradients.pop(name)
+
+    def _own_rows(self, parameter: Parameter, gradient: Gradient) -> Gradient:
+        """A copy of this tensor-parallel rank's rows out of a gradient that has those of all."""
+        size = gradient.storage.size
+        if size.bytes <= size.coefficient * parameter.rows * parameter.columns:
+            return gradient
+        return Gradient(self.sharding.new(gradient.storage.category, size.coefficient, parameter.monomial))
+
+    def _add_up(self) -> None:
+        for name in self.accumulated:
+            self.gradients.pop(name, None)
+
+    def post_backward(self, *, frees: bool = True) -> None:
+        """Frees the parameters, then the last unit's reduce-scatter input, then reduces the gradients that there are
+        and adds them to those of earlier micro-batches."""
+        self._add_up()
+        shared = self.sharding
+        present = [p for p in self.parameters if p.name in self.gradients or p.name in self.accumulated]
+        symbol = self.symbol if len(present) == len(self.parameters) else f"N_{present[0].name}"
+        gradients = [self._own_rows(parameter, self._take(parameter.name)) for parameter in present]
+        if frees:
+            self._free_unsharded()
+        shared.reduce_scatter_state = self.all_reduce_state = None
+        to_reduce = shared.new("reduce-scatter input", shared.reduce_element, symbol)
         held = gradients[-1] if shared.shards > 1 else None  # by the loop variable of foreach_reduce
         gradients.clear()
-        is_gradient = self.sharded_gradient is None and shared.reduce_element == 4
-        category = "gradients" if is_gradient else "reduce-scatter output"
-        reduced = shared.new(category, shared.reduce_element, f"{self.symbol}/W")
+        new = [parameter.name for parameter in present if parameter.name not in self.sharded_gradients]
+        category = "gradients" if new and shared.reduce_element == 4 else "reduce-scatter output"
+        reduced = shared.new(category, shared.reduce_element, f"{symbol}/W")
         if shared.shards == 1:
-            divided = shared.new("reduce-scatter input", shared.reduce_element, self.symbol)
+            divided = shared.new("reduce-scatter input", shared.reduce_element, symbol)
             del divided
         all_reduced = reduced if shared.replicated else None
         if shared.reduce_element != 4:
-            category = "gradients" if self.sharded_gradient is None else "reduce-scatter output"
-            reduced = shared.new(category, 4, f"{self.symbol}/W")
-        if self.sharded_gradient is None:
-            self.sharded_gradient = reduced
+            category = "gradients" if new else "reduce-scatter output"
+            reduced = shared.new(category, 4, f"{symbol}/W")
+        self.sharded_gradients.update(dict.fromkeys(new, reduced))
         shared.reduce_scatter_state, self.all_reduce_state = to_reduce, all_reduced
         del held
 
@@ -168,7 +221,7 @@ def before(graph: Graph, unit: Unit, x: Tensor) -> Tensor:
     unit.pre_forward()
 
     def backward(gradient: Gradient) -> list[Gradient]:
-        unit.post_backward()
+        unit.end_backward()
         return [gradient]
 
     return Tensor(x.storage, graph.record([x], backward))

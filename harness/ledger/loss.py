@@ -1,4 +1,4 @@
-"""Operator tables of the cross-entropy, plain and vocabulary-parallel."""
+"""Operator tables of the cross-entropy, plain and vocabulary-parallel, of one of k chunks of the sequence."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def cross_entropy(ops: Operators, logits: Tensor) -> Tensor:
     """
     casts = ops.e != 4
     node = logits.node
-    wide = ops.new(LOGITS, 4, "T·V") if casts else logits.storage
-    log_probabilities = ops.new(LOGITS, 4, "T·V")
+    wide = ops.new(LOGITS, 4, "T·V/k") if casts else logits.storage
+    log_probabilities = ops.new(LOGITS, 4, "T·V/k")
     del wide
 
     saved = [log_probabilities]
     del log_probabilities
 
     def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
-        to_log_probabilities = Gradient(ops.new(LOGITS, 4, "T·V"))
-        to_logits = Gradient(ops.new(LOGITS, 4, "T·V"))
+        to_log_probabilities = Gradient(ops.new(LOGITS, 4, "T·V/k"))
+        to_logits = Gradient(ops.new(LOGITS, 4, "T·V/k"))
         del to_log_probabilities
-        saved.clear()
-        return [Gradient(ops.new(LOGITS, ops.e, "T·V")) if casts else to_logits]
+        ops.graph.release(saved)
+        return [Gradient(ops.new(LOGITS, ops.e, "T·V/k")) if casts else to_logits]
 
     out = Tensor(ops.new(LOGITS, 4, "1"))
     out.node = ops.graph.record([Tensor(logits.storage, node)], backward)
@@ -51,18 +51,18 @@ def vocab_parallel_cross_entropy(ops: Operators, logits: Tensor, implementation:
 
 
 def _in_place(ops: Operators, logits: Tensor) -> Tensor:
-    shifted = ops.new(LOGITS, 4, "T·V/t")
-    largest = ops.new(LOGITS, 4, "T")
-    exponential = ops.new(LOGITS, 4, "T·V/t")
-    log_total = ops.new(LOGITS, 4, "T")
+    shifted = ops.new(LOGITS, 4, "T·V/t/k")
+    largest = ops.new(LOGITS, 4, "T/k")
+    exponential = ops.new(LOGITS, 4, "T·V/t/k")
+    log_total = ops.new(LOGITS, 4, "T/k")
     del exponential, largest
-    own, elsewhere, ignored = ops.new(LOGITS, 8, "T"), ops.new(LOGITS, 1, "T"), ops.new(LOGITS, 1, "T")
-    target = ops.new(LOGITS, 4, "T")
+    own, elsewhere, ignored = ops.new(LOGITS, 8, "T/k"), ops.new(LOGITS, 1, "T/k"), ops.new(LOGITS, 1, "T/k")
+    target = ops.new(LOGITS, 4, "T/k")
     saved = [shifted, log_total, own, elsewhere, ignored]
     del shifted, log_total, own, elsewhere, ignored, target
 
     def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
-        return [Gradient(ops.new(LOGITS, ops.e, "T·V/t") if ops.e != 4 else saved[0])]
+        return [Gradient(ops.new(LOGITS, ops.e, "T·V/t/k") if ops.e != 4 else saved[0])]
 
     out = Tensor(ops.new(LOGITS, 4, "1"))
     out.node = ops.graph.record([logits], backward)
@@ -70,21 +70,21 @@ def _in_place(ops: Operators, logits: Tensor) -> Tensor:
 
 
 def _dtensor(ops: Operators, logits: Tensor) -> Tensor:
-    wide = ops.new(LOGITS, 4, "T·V/t") if ops.e != 4 else logits.storage
-    shifted = ops.new(LOGITS, 4, "T·V/t")
-    exponential = ops.new(LOGITS, 4, "T·V/t")
+    wide = ops.new(LOGITS, 4, "T·V/t/k") if ops.e != 4 else logits.storage
+    shifted = ops.new(LOGITS, 4, "T·V/t/k")
+    exponential = ops.new(LOGITS, 4, "T·V/t/k")
     del exponential
-    log_probabilities = ops.new(LOGITS, 4, "T·V/t")
+    log_probabilities = ops.new(LOGITS, 4, "T·V/t/k")
     del wide, shifted
 
     saved = [log_probabilities]
     del log_probabilities
 
     def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
-        one_hot, probabilities, difference = (ops.new(LOGITS, 4, "T·V/t") for _ in range(3))
+        one_hot, probabilities, difference = (ops.new(LOGITS, 4, "T·V/t/k") for _ in range(3))
         del one_hot, probabilities
-        saved.clear()
-        return [Gradient(ops.new(LOGITS, ops.e, "T·V/t") if ops.e != 4 else difference)]
+        ops.graph.release(saved)
+        return [Gradient(ops.new(LOGITS, ops.e, "T·V/t/k") if ops.e != 4 else difference)]
 
     out = Tensor(ops.new(LOGITS, 4, "1"))
     out.node = ops.graph.record([logits], backward)

@@ -61,7 +61,6 @@ class PipelineStep:
                 self.stages.get(number - 1),
                 micro_batches=pipeline.micro_batches,
                 is_last=number == len(pipeline.parts) - 1,
-                adds_in_place=target == "cuda" and config.parallelism.tp == 1,
             )
         assert first is not None, "a rank without a stage is refused"
         self.first = first
@@ -115,9 +114,7 @@ class PipelineStep:
 class _Stage:
     """One stage of a rank; `before` is the one whose output it takes without sending, if that is on the same rank."""
 
-    def __init__(
-        self, step: Step, number: int, before: _Stage | None, *, micro_batches: int, is_last: bool, adds_in_place: bool
-    ) -> None:
+    def __init__(self, step: Step, number: int, before: _Stage | None, *, micro_batches: int, is_last: bool) -> None:
         self.step, self.number, self.is_last, self.micro_batches = step, number, is_last, micro_batches
         self.before = before
         self.after: _Stage | None = None
@@ -125,7 +122,6 @@ class _Stage:
             before.after = self
         step.sharding.reduces = step.sharding.frees = False
         step.ops.adds_up_gradients = True
-        step.sharding.adds_in_place = self.adds_in_place = adds_in_place
         self.inputs: list[Storage] = []
         self.output_gradients: list[Storage] = []
         self.outputs: dict[int, Tensor] = {}
@@ -232,7 +228,5 @@ class _Stage:
             return
         held, kept = self.kept.pop(number)
         self.step.tape.instant(f"backward: weights{self.step.suffix}")
-        self.step.sharding.adds_in_place = True
         self.step.ops.graph.backward_weights(kept)
-        self.step.sharding.adds_in_place = self.adds_in_place
         del held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from harness.config import Trainer
@@ -10,6 +11,7 @@ from harness.errors import UsageError
 from harness.ledger.communication import Collective, by_dimension_and_kind, collectives
 from harness.ledger.layout import MEANINGS
 from harness.ledger.operators import Target
+from harness.ledger.pipeline import PipelineStep
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Instant
 
@@ -68,7 +70,8 @@ class RankMemory:
 
 @dataclass(kw_only=True, slots=True)
 class Prediction:
-    """`ranks` in order; `communication` per mesh dimension and kind, a step and rank."""
+    """`ranks` in order; `communication` per mesh dimension and kind, a step and rank, of a pipeline for each of its
+    ranks."""
 
     target: Target
     world_size: int
@@ -85,15 +88,20 @@ class Prediction:
             "target": self.target,
             "world_size": self.world_size,
             "ranks": [_rank_json(rank) for rank in self.ranks],
-            "communication": [
-                {"dimension": c.dimension, "kind": c.kind, "count": c.count, "bytes": c.bytes}
-                for c in self.communication
+            "communication": [_collective_json(c, ("dimension", "kind", "count", "bytes")) for c in self.communication],
+            "collectives": [
+                _collective_json(c, ("dimension", "kind", "purpose", "count", "bytes")) for c in self.collectives
             ],
-            "collectives": [asdict(c) for c in self.collectives],
             "time": {"step_ns": None, "compute_ns": None, "comm_ns": None, "exposed_ns": None},
             "quantities": MEANINGS,
             "errors": [],
         }
+
+
+def _collective_json(collective: Collective, names: tuple[str, ...]) -> dict[str, Any]:
+    """`pipeline_rank` only where ranks differ by it."""
+    stage = {} if collective.pipeline_rank is None else {"pipeline_rank": collective.pipeline_rank}
+    return {**{name: getattr(collective, name) for name in names}, **stage}
 
 
 def _rank_json(rank: RankMemory) -> dict[str, Any]:
@@ -113,24 +121,34 @@ def predict(
 ) -> Prediction:
     """Predicts memory and communication of every rank; `implementation` describes a trainer other than harness's.
 
-    Ranks are numbered with `dp_replicate` outermost and `tp` innermost. Raises `UsageError` as
+    Ranks are numbered with `pp` outermost, then `dp_replicate`, and `tp` innermost. Raises `UsageError` as
     `Trainer.Config.validate` does, and for a workload that is no training.
     """
     config.validate()
     if config.workload != "training":
         raise UsageError(f"the ledger predicts trainings; {config.workload} is a workload that trains nothing")
-    tp = config.parallelism.tp
-    alike: dict[int, RankMemory] = {}
-    of_shard = []
-    for shard_rank in range(config.dp_shard):
-        step = Step(config, target=target, shard_rank=shard_rank, implementation=implementation or Implementation())
-        parameters = step.quantities.values["P"]
-        if parameters not in alike:  # ranks differ by what is left for them of uneven rows only
-            alike[parameters] = _memory(step, shard_rank * tp)
-        of_shard.append(alike[parameters])
+    implementation = implementation or Implementation()
+    pp, cp, tp = config.parallelism.pp, config.parallelism.cp, config.parallelism.tp
+    of_stage = config.world_size // pp
+    alike: dict[tuple[int, int, int], RankMemory] = {}
+    kinds: dict[tuple[int, int], RankMemory] = {}
+    for stage, shard_rank in product(range(pp), range(config.fsdp_shards)):
+        step: Step | PipelineStep = (
+            Step(config, target=target, shard_rank=shard_rank, implementation=implementation)
+            if pp == 1
+            else PipelineStep(
+                config, target=target, pipeline_rank=stage, shard_rank=shard_rank, implementation=implementation
+            )
+        )
+        # Ranks of a stage differ by what is left of uneven rows, and by which keys their queries see.
+        kind = stage, step.quantities.values["P"], shard_rank % cp
+        if kind not in alike:
+            memory = _memory(step, stage * of_stage + shard_rank * tp)
+            alike[kind] = next((known for known in alike.values() if _is_alike(known, memory)), memory)
+        kinds[stage, shard_rank] = alike[kind]
     ranks = []
     for rank in range(config.world_size):
-        memory = of_shard[rank // tp % config.dp_shard]
+        memory = kinds[rank // of_stage, rank // tp % config.fsdp_shards]
         ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries], sums=[]))
     found = collectives(config)
     return Prediction(
@@ -142,7 +160,11 @@ def predict(
     )
 
 
-def _memory(step: Step, rank: int) -> RankMemory:
+def _is_alike(one: RankMemory, other: RankMemory) -> bool:
+    return one == replace(other, rank=one.rank, alike_rank=one.alike_rank)
+
+
+def _memory(step: Step | PipelineStep, rank: int) -> RankMemory:
     step.run()
     first = step.tape.peak()
     step.run()

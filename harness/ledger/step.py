@@ -10,13 +10,17 @@ from functools import partial
 
 from harness.config import DTYPE_BYTES, Trainer
 from harness.ledger.autograd import Gradient, Tensor
+from harness.ledger.chunked_loss import forward_and_backward, turns
+from harness.ledger.context_parallel import ContextParallel
 from harness.ledger.fully_sharded import Sharding, Unit, after, before
 from harness.ledger.layout import checkpointed_layers, quantities, unit_parameters
 from harness.ledger.loss import VocabParallelLoss, cross_entropy, vocab_parallel_cross_entropy
 from harness.ledger.operators import LOGITS, Operators, Target
 from harness.ledger.recompute import checkpointed
+from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
 from harness.ledger.tensor_parallel import Redistribution
+from harness.pipeline.split import Part, whole
 
 ATTENTION = "activations: attention"
 FEED_FORWARD = "activations: feed-forward"
@@ -41,16 +45,35 @@ class Implementation:
 
 
 class Step:
-    """A rank's state, and `run` for one optimizer step on it; the first has no optimizer states yet."""
+    """A rank's state, and `run` for one optimizer step on it; the first has no optimizer states yet.
+
+    With `part` it is a pipeline stage; `beside` is another one of the same rank, which shares all but parameters.
+    """
 
     def __init__(
-        self, config: Trainer.Config, *, target: Target, shard_rank: int = 0, implementation: Implementation
+        self,
+        config: Trainer.Config,
+        *,
+        target: Target,
+        shard_rank: int = 0,
+        implementation: Implementation,
+        part: Part | None = None,
+        values: Quantities | None = None,
+        beside: Step | None = None,
     ) -> None:
         self.config, self.implementation = config, implementation
-        self.quantities = quantities(config, shard_rank)
-        self.tape = Tape(GRANULE[target])
+        self.part = part or whole(config.model.n_layers)
+        self.quantities = values or quantities(config, shard_rank)
+        self.tape: Tape = beside.tape if beside else Tape(GRANULE[target])
         element = DTYPE_BYTES[config.training.mixed_precision_param]
-        self.ops = Operators(self.tape, self.quantities, target=target, element=element)
+        self.ops: Operators = (
+            beside.ops if beside else Operators(self.tape, self.quantities, target=target, element=element)
+        )
+        cp = config.parallelism.cp
+        # On the host, where GPUs do not count it.
+        counts = cp > 1 and target == "cpu" and beside is None
+        self.positions = self.ops.new("token positions", 8, "S") if counts else None
+        self.attend = self.ops.attention if cp == 1 else ContextParallel(self.ops, config, shard_rank % cp).attention
         self.plan = Redistribution(self.ops, sequence_parallel=config.parallelism.sequence_parallel)
         self.sharding = Sharding(
             self.tape,
@@ -60,40 +83,45 @@ class Step:
             replicated=config.parallelism.dp_replicate > 1,
             async_unshard=config.parallelism.fsdp_async_unshard,
         )
+        # The gradients of a tied matrix meet in autograd, in the form of the head's, unless that has its own backward.
+        meet = config.model.tied_embeddings and config.training.loss_chunks == 1
+        self.ops.adds_up_gradients = not config.training.reduce_every_micro_batch and not meet
         self.optimizer = config.optimizer.resolved(target)
         self.states: list[Storage] = []
 
-        policy = config.parallelism.reshard_after_forward
-        parameters = unit_parameters(config)
+        policy = "never" if config.parallelism.pp > 1 else config.parallelism.reshard_after_forward
+        parameters = unit_parameters(config, self.part)
         frees, self.tied = policy != "never", config.model.tied_embeddings
-        if not self.tied:
-            embedding = Unit(self.sharding, "tok_embeddings", "N_embedding", parameters["embedding"], reshards=frees)
+        self.embedding: Unit | None = None
+        if "embedding" in parameters:
+            self.embedding = Unit(
+                self.sharding, "tok_embeddings", "N_embedding", parameters["embedding"], reshards=frees
+            )
         self.layers = [
-            Unit(self.sharding, f"layers.{i}", "N_layer", parameters["layer"], reshards=frees)
-            for i in range(config.model.n_layers)
+            Unit(self.sharding, f"layers.{i}", "N_layer", parameters["layer"], reshards=frees) for i in self.part.layers
         ]
         self.checkpointed = {f"layers.{i}" for i in checkpointed_layers(config)}
-        self.head = Unit(self.sharding, "head", "N_head", parameters["head"], reshards=policy == "always")
-        self.embedding = self.head if self.tied else embedding
-        self.sharding.set_prefetch(config.parallelism.fsdp_prefetch, first=self.embedding)
-        self.rotary = self.ops.new("rotary table", 4, "S·hd")
+        self.head: Unit | None = None
+        for name in parameters.keys() & {"head", "norm"}:
+            reshards = frees if config.training.loss_chunks > 1 else policy == "always"
+            self.head = Unit(self.sharding, name, f"N_{name}", parameters[name], reshards=reshards)
+        self.embedding = self.head if self.tied else self.embedding
+        self.sharding.set_prefetch(config.parallelism.fsdp_prefetch, first=self.embedding or self.sharding.units[0])
+        self.rotary: Storage = beside.rotary if beside else self.ops.new("rotary table", 4, "S·hd")
 
     def run(self) -> None:
-        """Batches, zero_grad, forward and backward of every micro-batch, clipping, optimizer: the trainer's order.
-
-        All micro-batches from the second on are alike, so one stands for them.
-        """
+        """Batches, zero_grad, forward and backward of every micro-batch, clipping, optimizer: the trainer's order."""
         tape, micro_batches = self.tape, self.config.training.accumulation_steps
         tape.start_step()
         tape.instant("batch")
         batches = [self.ops.new("batch", 8, "T") for _ in range(2 * micro_batches)]
         for unit in self.sharding.units:
-            unit.sharded_gradient = None
+            unit.zero_gradients()
 
-        self._micro_batch("" if micro_batches == 1 else ", micro-batch 1")
-        if micro_batches > 1:
-            others = "micro-batch 2" if micro_batches == 2 else f"micro-batches 2 to {micro_batches}"
-            self._micro_batch(f", {others}")
+        reduces_every = self.config.training.reduce_every_micro_batch
+        for name, is_last in turns("micro-batch", "micro-batches", micro_batches, all_alike=reduces_every):
+            self.sharding.reduces = is_last or reduces_every
+            self._micro_batch(f", {name}" if micro_batches > 1 else "")
 
         tape.instant("optimizer")
         self._update()
@@ -101,52 +129,72 @@ class Step:
 
     def _micro_batch(self, suffix: str) -> None:
         """Forward, loss, backward and reduction; `suffix` goes to the names of its instants."""
+        if self.config.training.loss_chunks > 1:
+            forward_and_backward(self, suffix)
+            return
         graph, self.suffix = self.ops.graph, suffix
-        logits = self._forward()
-        self._instant("loss")
+        logits = self.forward()
+        self.instant("loss")
         kept = logits.storage if self.implementation.keeps_logits else None
-        loss = self._loss(logits)
+        loss = self.loss(logits)
         del logits
         assert loss.node is not None
         root, loss.node = loss.node, None
         graph.backward(root, Gradient(self.ops.new(LOGITS, 4, "1")))
-        self.tape.instant(f"backward: embedding reduction{suffix}")
-        self.embedding.post_backward()
-        self.sharding.finalize_backward()
+        self.end_backward()
         del kept
 
-    def _instant(self, name: str) -> None:
+    def end_backward(self) -> None:
+        """The callback at the end of backward."""
+        self.tape.instant(f"backward: embedding reduction{self.suffix}")
+        assert self.embedding is not None, "stages of a pipeline have their own order"
+        self.embedding.end_backward()
+        self.sharding.finalize_backward()
+
+    def instant(self, name: str) -> None:
         """What is allocated from here on, and the backward of what is recorded, belongs to `name`."""
         self.ops.graph.instant = name + self.suffix
         again = self.ops.graph.computes_again
         self.tape.instant(f"{'backward' if again else 'forward'}: {name}{', again' if again else ''}{self.suffix}")
 
-    def _forward(self) -> Tensor:
+    def forward(self, h: Tensor | None = None, *, head: bool = True) -> Tensor:
+        """The logits, without `head` what that is given; of a pipeline stage what it hands on, made of `h` unless it
+        begins with the embedding."""
         ops, graph, plan = self.ops, self.ops.graph, self.plan
-        self._instant("embedding")
-        self.embedding.pre_forward()  # its input has no gradient: its post-backward comes last, in `_micro_batch`
-        weights = self.embedding.tensors()
-        h = plan.leave(RESIDUAL, ops.embedding(RESIDUAL, weights["tok_embeddings"]))
-        if not self.tied:  # else the unit goes on until the head is done
-            h = after(graph, self.embedding, h)
+        weights: dict[str, Tensor] = {}
+        if self.embedding is not None:
+            self.instant("embedding")
+            self.embedding.pre_forward()  # its input has no gradient: its post-backward comes last, in `_micro_batch`
+            weights = self.embedding.tensors()
+            h = plan.leave(RESIDUAL, ops.embedding(RESIDUAL, weights["tok_embeddings"]))
+            if not self.tied:  # else the unit goes on until the head is done
+                h = after(graph, self.embedding, h)
+        assert h is not None
         for unit in self.layers:
             h = self._layer(unit, h)
-
-        self._instant("head")
-        if not self.tied:
-            weights = self.head.tensors()
-            h = before(graph, self.head, h)
-        h = ops.rms_norm(NORM, h, weights["norm"], plan.stream, plan.rows)
-        gathered = plan.enter(h)
-        matrix = weights["tok_embeddings" if self.tied else "lm_head"]
-        logits = ops.linear(LOGITS, gathered, matrix, ("T·d", "V·d/t", "T·V/t"))
-        logits = after(graph, self.head, logits)
+        if self.head is not None:
+            h = self._end(self.head, weights, h, head=head)
         self.sharding.all_gather_state = None  # freed when the root's forward ends
-        return logits
+        return h
+
+    def _end(self, unit: Unit, weights: dict[str, Tensor], h: Tensor, *, head: bool) -> Tensor:
+        """Last norm and head; `weights` are those of a tied embedding."""
+        ops, graph, plan = self.ops, self.ops.graph, self.plan
+        self.instant("head")
+        if not self.tied:
+            weights = unit.tensors()
+            h = before(graph, unit, h)
+        if self.part.norm:
+            h = ops.rms_norm(NORM, h, weights["norm"], plan.stream, plan.rows)
+        if self.part.head and head:
+            gathered = plan.enter(h)
+            matrix = weights["tok_embeddings" if self.tied else "lm_head"]
+            h = ops.linear(LOGITS, gathered, matrix, ("T·d", "V·d/t", "T·V/t"))
+        return after(graph, unit, h)
 
     def _layer(self, unit: Unit, x: Tensor) -> Tensor:
         graph, weights = self.ops.graph, unit.tensors()
-        self._instant(f"{unit.name} attention")
+        self.instant(f"{unit.name} attention")
         x = before(graph, unit, x)
         if unit.name not in self.checkpointed:
             return after(graph, unit, self._block(unit.name, weights, x))
@@ -157,11 +205,11 @@ class Step:
     def _block(self, name: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
         ops, plan = self.ops, self.plan
         if ops.graph.computes_again:
-            self._instant(f"{name} attention")
+            self.instant(f"{name} attention")
         branch = self._attention(ops.rms_norm(NORM, x, weights["attention_norm"], plan.stream, plan.rows), weights)
         x = ops.add(RESIDUAL, x, branch, plan.stream)
         del branch
-        self._instant(f"{name} feed-forward")
+        self.instant(f"{name} feed-forward")
         branch = self._feed_forward(ops.rms_norm(NORM, x, weights["ffn_norm"], plan.stream, plan.rows), weights)
         return ops.add(RESIDUAL, x, branch, plan.stream)
 
@@ -173,7 +221,7 @@ class Step:
         k = ops.linear(ATTENTION, gathered, weights["wk"], ("T·d", "kv·d/t", "T·kv/t"))
         v = ops.linear(ATTENTION, gathered, weights["wv"], ("T·d", "kv·d/t", "T·kv/t"))
         q, k = ops.rotary(ATTENTION, q, "T·d/t"), ops.rotary(ATTENTION, k, "T·kv/t")
-        out = ops.attention(ATTENTION, q, k, v)
+        out = self.attend(ATTENTION, q, k, v)
         if self.implementation.copies_heads:
             out = ops.copy_heads(ATTENTION, out)
         return plan.leave(RESIDUAL, ops.linear(RESIDUAL, out, weights["wo"], ("T·d/t", "d·d/t", "T·d")))
@@ -189,7 +237,7 @@ class Step:
         )
         return plan.leave(RESIDUAL, ops.linear(RESIDUAL, hidden, weights["w2"], ("T·f/t", "f·d/t", "T·d")))
 
-    def _loss(self, logits: Tensor) -> Tensor:
+    def loss(self, logits: Tensor) -> Tensor:
         if self.config.parallelism.tp == 1:
             return cross_entropy(self.ops, logits)
         return vocab_parallel_cross_entropy(self.ops, logits, self.implementation.vocab_parallel_loss)

@@ -32,14 +32,15 @@ class Redistribution:
     def rows(self) -> str:
         return "T/t" if self.active and self.sequence_parallel else "T"
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Into a region of column-parallel products: gathered forward, gradient reduced backward."""
+    def enter(self, x: Tensor, per: str = "") -> Tensor:
+        """Into a region of column-parallel products: gathered forward, gradient reduced backward. `per`: what part of
+        the tokens, such as `/k`."""
         if not self.active:
             return x
         if not self.sequence_parallel:
-            return self._through(x, x.storage, lambda: self._all_reduce(ACTIVATION_GRADIENTS))
-        gathered = self._all_gather(GATHERED)
-        return self._through(x, gathered, lambda: self._reduce_scatter(ACTIVATION_GRADIENTS))
+            return self._through(x, x.storage, lambda: self._all_reduce(ACTIVATION_GRADIENTS, per))
+        gathered = self._all_gather(GATHERED, per)
+        return self._through(x, gathered, lambda: self._reduce_scatter(ACTIVATION_GRADIENTS, per))
 
     def leave(self, category: str, partial: Tensor) -> Tensor:
         """Out of a row-parallel product (or the embedding): reduced forward, gradient gathered backward."""
@@ -54,15 +55,15 @@ class Redistribution:
         node = self.ops.graph.record([x], lambda gradient: [Gradient(backward(), is_view=True)], saves=False)
         return Tensor(out, node)
 
-    def _all_gather(self, category: str) -> Storage:
-        received = self.ops.new(category, self.ops.e, "T·d")
-        return self.ops.new(category, self.ops.e, "T·d") if self.copies_gathered else received
+    def _all_gather(self, category: str, per: str = "") -> Storage:
+        received = self.ops.new(category, self.ops.e, f"T·d{per}")
+        return self.ops.new(category, self.ops.e, f"T·d{per}") if self.copies_gathered else received
 
-    def _reduce_scatter(self, category: str) -> Storage:
-        rearranged = self.ops.new(category, self.ops.e, "T·d")
-        reduced = self.ops.kept(lambda: self.ops.new(category, self.ops.e, "T·d/t"))
+    def _reduce_scatter(self, category: str, per: str = "") -> Storage:
+        rearranged = self.ops.new(category, self.ops.e, f"T·d{per}")
+        reduced = self.ops.kept(lambda: self.ops.new(category, self.ops.e, f"T·d/t{per}"))
         del rearranged
         return reduced
 
-    def _all_reduce(self, category: str) -> Storage:
-        return self.ops.new(category, self.ops.e, "T·d")
+    def _all_reduce(self, category: str, per: str = "") -> Storage:
+        return self.ops.new(category, self.ops.e, f"T·d{per}")

@@ -70,13 +70,17 @@ def _together(lines: list[str]) -> str:
 def _communication(prediction: Prediction) -> list[str]:
     if not prediction.communication:
         return ["No communication: one rank."]
-    rows = []
-    for total in prediction.communication:
-        rows.append([total.dimension, total.kind, f"{total.count:,}", f"{total.bytes:,}", ""])
-        rows += [
-            ["", "", f"{c.count:,}", f"{c.bytes // c.count:,} each", f" {c.purpose}"]
-            for c in prediction.collectives
-            if (c.dimension, c.kind) == (total.dimension, total.kind)
-        ]
-    title = "Communication of each rank and step (bytes of the full, unsharded side):"
-    return [title, *table(["dimension", "kind", "count", "bytes", " for"], rows, left=2, last_left=True)]
+    lines: list[str] = []
+    for stage, totals in groupby(prediction.communication, key=lambda total: total.pipeline_rank):
+        rows = []
+        for total in totals:
+            rows.append([total.dimension, total.kind, f"{total.count:,}", f"{total.bytes:,}", ""])
+            rows += [
+                ["", "", f"{c.count:,}", f"{c.bytes // c.count:,} each", f" {c.purpose}"]
+                for c in prediction.collectives
+                if (c.pipeline_rank, c.dimension, c.kind) == (stage, total.dimension, total.kind)
+            ]
+        of = "each rank" if stage is None else f"each rank of pipeline rank {stage}"
+        lines.append(f"Communication of {of} and step (bytes of the full, unsharded side):")
+        lines += table(["dimension", "kind", "count", "bytes", " for"], rows, left=2, last_left=True)
+    return lines

@@ -55,14 +55,14 @@ class ChunkedLoss:
         phase = self._recorder.phase
         with phase("forward"):
             hidden = self._model(tokens, head=False)
-        gradient = torch.empty_like(hidden)
+            gradient = torch.empty_like(hidden)
         total = torch.zeros((), device=hidden.device)
         with self._head_gathered():
             for number in range(self._chunks):
                 if number == self._chunks - 1:
                     cast(FSDPModule, self._head).set_requires_gradient_sync(reduces, recurse=False)
-                own = self._part(hidden, number).detach().contiguous().requires_grad_()
                 with phase("forward"):
+                    own = self._part(hidden, number).detach().contiguous().requires_grad_()
                     loss = cross_entropy_sum(self._head(own), self._labels(labels, number), self._group) / valid
                 with phase("backward"):
                     loss.backward()
@@ -79,7 +79,8 @@ class ChunkedLoss:
         unit = cast(FSDPModule, self._head)
         unit.set_requires_gradient_sync(False, recurse=False)
         unit.set_reshard_after_backward(False, recurse=False)
-        unit.unshard()
+        with self._recorder.phase("forward"):
+            unit.unshard()
         yield
         unit.set_reshard_after_backward(True, recurse=False)
         if self._frees:

@@ -110,7 +110,6 @@ CASES = {
     "tp_async": (layout(2, 2, tp_async=True), 0),
     "tp_async_one_sequence": (layout(1, 2, tp_async=True, batch=1, seq_len=256), 0),
     "tp_async_replicated": (layout(2, 2, tp_async=True, sequence_parallel=False), 0),
-    "full": (layout(2, 1, seq_len=256, checkpointing="full"), 0),
     "full_tp2": (layout(2, 2, seq_len=256, checkpointing="full"), 0),
     "full_every_second_tp2_replicated": (
         layout(2, 2, seq_len=256, checkpointing="full", every=2, sequence_parallel=False),
@@ -118,8 +117,33 @@ CASES = {
     ),
     "selective_fp32": (layout(2, 1, seq_len=256, checkpointing="selective", mixed_precision_param="float32"), 0),
     "selective_tp2": (layout(2, 2, seq_len=256, checkpointing="selective", accumulation_steps=2), 0),
-    "selective_tp2_replicated": (layout(1, 2, seq_len=256, checkpointing="selective", sequence_parallel=False), 0),
     "selective_tp_async": (layout(2, 2, seq_len=256, checkpointing="selective", tp_async=True), 0),
+    "accumulate3_whole_tp2_fp32": (
+        layout(
+            *(2, 2), accumulation_steps=3, reduce_every_micro_batch=False, mixed_precision_param="float32", seq_len=16
+        ),
+        0,
+    ),
+    "accumulate3_whole_tied_hsdp2x2": (
+        layout(2, 1, dp_replicate=2, model=WIDE_TIED, accumulation_steps=3, reduce_every_micro_batch=False, seq_len=16),
+        0,
+    ),
+    "chunks4_single": (layout(1, 1, loss_chunks=4, model=WIDE), 0),
+    "chunks4_fp32": (layout(2, 1, loss_chunks=4, model=WIDE, mixed_precision_param="float32"), 0),
+    "chunks4_tp2_replicated_one_sequence": (
+        layout(2, 2, loss_chunks=4, model=WIDE, batch=1, sequence_parallel=False),
+        0,
+    ),
+    "chunks4_never": (layout(2, 1, loss_chunks=4, model=WIDE, reshard_after_forward="never"), 0),
+    "chunks8_tied_hsdp2x2_tp2_reduce_bf16": (
+        layout(2, 2, dp_replicate=2, loss_chunks=8, model=WIDE_TIED, mixed_precision_reduce="bfloat16"),
+        0,
+    ),
+    "chunks4_accumulate3_whole_tied_tp2": (
+        layout(2, 2, loss_chunks=4, model=WIDE_TIED, accumulation_steps=3, reduce_every_micro_batch=False),
+        0,
+    ),
+    "chunks4_selective_tp2": (layout(2, 2, loss_chunks=4, seq_len=256, checkpointing="selective"), 0),
     "everything": (
         layout(3, 2, dp_replicate=2, accumulation_steps=2, model=WIDE_TIED, seq_len=16, reshard_after_forward="always"),
         11,

@@ -10,6 +10,7 @@ from typing import get_args
 
 from harness import compare
 from harness.commands import add_json_argument
+from harness.compare.pipeline import pipeline_of
 from harness.compare.text import collectives
 from harness.config import Trainer
 from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError
@@ -17,6 +18,7 @@ from harness.ledger import Prediction, predict
 from harness.ledger.operators import Target
 from harness.ledger.text import report
 from harness.recipes.arguments import add_recipe_arguments, config_from
+from harness.report.pipeline import plan_text, render
 from harness.text import one_line
 
 TAKES_OVERRIDES = True
@@ -52,11 +54,17 @@ def run(args: argparse.Namespace) -> int:
     prediction = predict(config, target)
     errors = _put_beside(prediction, config, measured) if measured else []
     rows = compare.communication(prediction, measured.captures) if measured else []
+    pipeline = pipeline_of(config, measured.captures if measured else [])
     if args.json:
         found = compare.ledger_json(prediction, rows) | {"errors": [error.to_json() for error in errors]}
+        if pipeline is not None:
+            found["pipeline"] = pipeline.to_json()
         print(json.dumps(found, allow_nan=False))
     else:
         print(report(prediction))
+        if pipeline is not None and pipeline.plan is not None:
+            text = render(pipeline) if measured else plan_text(pipeline.plan, pipeline.passes)
+            print("", *text, sep="\n")
         if any(row.measured_count is not None for row in rows):
             print("", *collectives(rows, compared=True), sep="\n")
         elif measured and measured.captures:

@@ -41,7 +41,7 @@ class Join:
 
 ALLOCATED_FORWARD = (ACTIVATIONS, "logits and loss")
 GATHERED = ("all-gather input", "all-gather output")
-ALLOCATED_BACKWARD = ("gradients", "activation gradients", "unsharded gradients")
+ALLOCATED_BACKWARD = ("gradients", "activation gradients", "unsharded gradients", "accumulated gradients")
 REDUCED = ("reduce-scatter input", "reduce-scatter output")
 
 JOINS: dict[Target, tuple[Join, ...]] = {
@@ -50,7 +50,8 @@ JOINS: dict[Target, tuple[Join, ...]] = {
     "cpu": (
         Join(lines=("parameters", "unsharded parameters"), measured=("parameter",)),
         Join(lines=("optimizer states", "optimizer temporaries"), measured=("optimizer_state",)),
-        Join(lines=("gradients",), measured=("gradient",), phases=("forward", "optimizer")),
+        # At a forward peak of a pipeline those of micro-batches that have had their backward.
+        Join(lines=ALLOCATED_BACKWARD, measured=("gradient",), phases=("forward", "optimizer")),
         Join(lines=(*ALLOCATED_FORWARD, *GATHERED), measured=("activation",), phases=("forward",)),
         Join(
             lines=(*ALLOCATED_FORWARD, *GATHERED, *ALLOCATED_BACKWARD, *REDUCED),

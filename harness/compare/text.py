@@ -65,6 +65,7 @@ def collectives(rows: Sequence[Communication], *, compared: bool) -> Iterator[st
         return
     what = "predicted and recorded" if compared else "recorded"
     yield f"Collectives of each rank and step, {what}; bytes of the full (unsharded) side"
+    staged = any(row.pipeline_rank is not None for row in rows)
     cells = []
     for row in rows:
         figures = [row.measured_count, row.measured_bytes]
@@ -72,9 +73,10 @@ def collectives(rows: Sequence[Communication], *, compared: bool) -> Iterator[st
             figures = [row.predicted_count, row.measured_count, row.predicted_bytes, row.measured_bytes]
         agree = {True: "equal", False: "DIFFERS", None: "n/a"}[row.agree]
         counts = ["n/a" if figure is None else f"{figure:,}" for figure in figures]
-        cells.append([row.dimension, row.kind, *counts, *([agree] if compared else [])])
+        stage = ["" if row.pipeline_rank is None else str(row.pipeline_rank)] if staged else []
+        cells.append([*stage, row.dimension, row.kind, *counts, *([agree] if compared else [])])
     headers = ["predicted", "recorded", "predicted bytes", "recorded bytes", ""] if compared else ["count", "bytes"]
-    yield from table(["dimension", "kind", *headers], cells, left=2)
+    yield from table([*(["pp rank"] if staged else []), "dimension", "kind", *headers], cells, left=2 + staged)
 
 
 def _known(comparison: Comparison) -> list[MetricComparison]:

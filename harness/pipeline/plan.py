@@ -79,6 +79,8 @@ def _from_table(config: Trainer.Config, text: str) -> Plan:
             f"pipeline.csv has {len(table)} rows, parallelism.pp={config.parallelism.pp}: give one row per rank"
         )
     rank_of = stage_ranks(table, micro_batches)
+    if len(rank_of) % len(table):
+        raise UsageError(f"pipeline.csv has {len(rank_of)} stages, which do not divide over {len(table)} ranks")
     require_progress(table, rank_of)
     idle = [rank for rank in range(len(table)) if rank not in rank_of.values()]
     if idle:

@@ -9,6 +9,7 @@ from typing import Any
 from harness import compare
 from harness.compare import Measured, Standing, Value, measure, run_metrics
 from harness.compare.measured import Reader
+from harness.compare.pipeline import Pipeline, pipeline_of
 from harness.config import Trainer
 from harness.errors import InputError, UsageError
 from harness.ledger import Prediction, predict
@@ -34,6 +35,7 @@ class Report:
     prediction: Prediction | None = None
     not_predicted: str | None = None
     communication: list[compare.Communication] = field(default_factory=list)
+    pipeline: Pipeline | None = None
     metrics: dict[str, Value] = field(default_factory=dict)
     dimensions: list[dict[str, Any]] = field(default_factory=list)
     step_parts: list[dict[str, Any]] = field(default_factory=list)
@@ -118,6 +120,7 @@ class Report:
             "memory": self.memory,
             "ledger": compare.ledger_json(self.prediction, self.communication) if self.prediction else None,
             "communication": [asdict(row) for row in self.communication],
+            "pipeline": self.pipeline.to_json() if self.pipeline else None,
             "errors": [error.to_json() for error in self.errors],
         }
 
@@ -139,6 +142,7 @@ def build(path: Path, read: Reader = read_captures) -> Report:
             compare.put_lines_beside(report.prediction, report.measured)
     if report.mode != "rehearsal":  # in which nothing was sent
         report.communication = compare.communication(report.prediction, report.captures)
+    report.pipeline = pipeline_of(report.config, report.captures)
     report.metrics = run_metrics(report.measured)
     report.dimensions = by_dimension(report.complete_overlap)
     report.step_parts = step_parts(report.complete_captures)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from harness.report.finding import NOT_A_CLUSTER, SEVERITIES, Finding, of_time, ranks_text
 from harness.report.findings_communication import communication_findings
 from harness.report.findings_memory import memory_findings
+from harness.report.findings_pipeline import pipeline_findings
 from harness.report.findings_settings import setting_findings
 from harness.text import counted, milliseconds
 
@@ -29,6 +30,7 @@ def find(report: Report) -> list[Finding]:
         *memory_findings(report),
         *setting_findings(report),
         *communication_findings(report),
+        *pipeline_findings(report),
         *prediction(report),
         *steps(report),
         *mode(report),
@@ -108,7 +110,11 @@ def prediction(report: Report) -> Iterator[Finding]:
                 "predicted_bytes": first.predicted_bytes,
                 "measured_bytes": first.measured_bytes,
             },
-            where=", ".join(f"{row.kind} on {row.dimension}" for row in differing),
+            where=", ".join(
+                f"{row.kind} on {row.dimension}"
+                + ("" if row.pipeline_rank is None else f" of pipeline rank {row.pipeline_rank}")
+                for row in differing
+            ),
             advice="A trace that begins or ends within a step lacks some; otherwise the run does not do what its "
             "configuration says.",
         )

@@ -74,6 +74,11 @@ def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding
 def advice(dimension: str, kind: str | None, exposed_pct: float) -> str:
     if "world" in dimension:  # all ranks, for whatever reason
         return "See which collectives wait: meshscope overlap --by collective."
+    if dimension.removeprefix("mesh_") == "pp":
+        return (
+            "Mostly stages that wait for each other: the schedule's bubble and stages of unequal cost. More "
+            "micro-batches, another schedule or another split of the layers; the Pipeline section has the grid."
+        )
     if "tp" in dimension or ("dp" not in dimension and exposed_pct > NOTHING_HIDDEN_PCT):
         return (
             "Eager tensor parallelism waits for each of its collectives. Fewer TP ranks, or async TP (compiled, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 from harness import __version__
-from harness.report import sections
+from harness.report import pipeline, sections
 from harness.report.build import Report
 from harness.report.markup import Html, joined, listing, tag
 
@@ -17,10 +17,13 @@ def page(report: Report) -> str:
     """The whole document. Sections without input are left out and named at the end."""
     shown = [(section, content) for section in sections.SECTIONS if (content := section.body(report))]
     missing = [section for section in sections.SECTIONS if section not in [s for s, _ in shown]]
+    body = [(section.anchor, section.title, content) for section, content in shown]
+    if report.pipeline is not None:
+        body.append(("pipeline", "Pipeline", [tag("pre", "\n".join(pipeline.render(report.pipeline)))]))
     return document(
         title=sections.title(report),
         header=sections.head(report),
-        body=[(section.anchor, section.title, content) for section, content in shown],
+        body=body,
         left_out=_left_out(report, missing),
         footer=[sections.definitions(), tag("p", f"Written by meshscope {__version__}; figures as in report --json.")],
     )

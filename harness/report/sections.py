@@ -287,8 +287,10 @@ def communication(report: Report) -> list[Html]:
     if not report.communication:
         return []
     state = {True: ("equal", None), False: ("differs", "differs"), None: ("n/a", None)}
+    staged = any(row.pipeline_rank is not None for row in report.communication)
     rows: list[list[str]] = [
         [
+            *(["" if row.pipeline_rank is None else str(row.pipeline_rank)] if staged else []),
             row.dimension,
             row.kind,
             *(
@@ -302,7 +304,7 @@ def communication(report: Report) -> list[Html]:
     headers = ["dimension", "kind", "predicted", "recorded", "predicted bytes", "recorded bytes", ""]
     return [
         tag("p", "Collectives of each rank and step; bytes of the full, unsharded side."),
-        table(headers, rows, left=2),
+        table([*(["pipeline rank"] if staged else []), *headers], rows, left=2 + staged),
     ]
 
 

@@ -6,6 +6,7 @@ Runs as a process of its own, single-threaded, so that it can fork.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -17,7 +18,16 @@ from typing import Any, Self
 
 import torch
 
-from harness.config import ActivationCheckpoint, Decoder, Parallelism, Recorder, Trainer, Training, field_names
+from harness.config import (
+    ActivationCheckpoint,
+    Decoder,
+    Parallelism,
+    Pipeline,
+    Recorder,
+    Trainer,
+    Training,
+    field_names,
+)
 from harness.recording import MODE_VARIABLE
 
 from .live import Live
@@ -35,16 +45,23 @@ def layout(
 ) -> Trainer.Config:
     parallelism = {name: options.pop(name) for name in field_names(Parallelism.Config) if name in options}
     mode, every = options.pop("checkpointing", "none"), options.pop("every", 1)
+    pipeline = {name: options.pop(name) for name in field_names(Pipeline.Config) if name in options}
     config = Trainer.Config(
-        world_size=dp_shard * tp * parallelism.get("dp_replicate", 1),
+        world_size=dp_shard * tp * math.prod(parallelism.get(axis, 1) for axis in ("dp_replicate", "cp", "pp")),
         model=model,
         parallelism=Parallelism.Config(dp_shard=dp_shard, tp=tp, **parallelism),
+        pipeline=Pipeline.Config(**pipeline),
         activation_checkpoint=ActivationCheckpoint.Config(mode=mode, every=every),
         training=Training.Config(micro_batch_size=batch, seq_len=seq_len, device="cpu", **options),
     )
     config.validate()
     return config
 
+
+ATTENTIVE = Decoder.Config(vocab_size=64, dim=128, n_layers=2, n_heads=8, n_kv_heads=8, ffn_dim=32)
+"""Attention of long sequences is the peak of forward, backward or both."""
+DEEP = replace(MODEL, n_layers=8)
+FRONT, ENDS = ["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]
 
 CASES = {
     "fsdp2": (layout(2, 1), 0),
@@ -154,6 +171,70 @@ CASES = {
         ),
         0,
     ),
+    "pp2_1f1b_fsdp2": (layout(2, 1, pp=2, micro_batches=4), 1),
+    "pp2_1f1b_last_fp32": (layout(1, 1, pp=2, mixed_precision_param="float32"), 1),
+    "pp2_accumulate2_hsdp2x2": (layout(2, 1, dp_replicate=2, pp=2, accumulation_steps=2), 0),
+    "pp2_gpipe_fsdp3_uneven": (layout(3, 1, pp=2, schedule="GPipe", model=UNEVEN), 5),
+    "pp2_interleaved_tp2": (
+        layout(1, 2, pp=2, schedule="Interleaved1F1B", model=DEEP, mixed_precision_param="float32"),
+        0,
+    ),
+    "pp3_bfs_reduce_bf16": (
+        layout(2, 1, pp=3, schedule="LoopedBFS", model=DEEP, mixed_precision_reduce="bfloat16"),
+        2,
+    ),
+    "pp2_bfs_frees_stages": (layout(2, 1, pp=2, schedule="LoopedBFS", stages_per_rank=4, model=DEEP), 1),
+    "pp4_zero_bubble": (layout(1, 1, pp=4, schedule="InterleavedZeroBubble", micro_batches=8, model=DEEP), 1),
+    "pp3_zero_bubble_last_never_widens": (
+        layout(1, 2, pp=3, schedule="InterleavedZeroBubble", micro_batches=2, model=DEEP),
+        4,
+    ),
+    "pp2_zbv_tp2": (layout(1, 2, pp=2, schedule="ZBVZeroBubble", micro_batches=6, model=DEEP), 0),
+    "pp2_zbv_tp2_replicated": (
+        layout(1, 2, pp=2, schedule="ZBVZeroBubble", model=DEEP, sequence_parallel=False),
+        2,
+    ),
+    "pp4_dualpipev_fp32": (
+        layout(1, 1, pp=4, schedule="DualPipeV", model=DEEP, mixed_precision_param="float32"),
+        1,
+    ),
+    "pp3_split": (layout(2, 1, pp=3, split=[["tok_embeddings"], ["layers.0", "layers.1", "layers.2"], ENDS]), 4),
+    "pp2_embedding_alone_tp2": (
+        layout(
+            1,
+            2,
+            pp=2,
+            batch=1,
+            seq_len=16,
+            model=WIDE,
+            mixed_precision_param="float32",
+            split=[FRONT[:1], ["layers.0", "layers.1", "layers.2", *ENDS]],
+            micro_batches=4,
+        ),
+        0,
+    ),
+    "pp3_split_norm_apart": (layout(1, 2, pp=3, split=[[*FRONT, "layers.2"], ["norm"], ["lm_head"]]), 2),
+    "cp2": (layout(1, 1, cp=2), 0),
+    "cp2_fsdp2_ring": (layout(2, 1, cp=2, cp_attention="ring"), 3),
+    "cp2_tp2_fp32": (layout(1, 2, cp=2, mixed_precision_param="float32"), 2),
+    "cp4_ring_tp2_replicated": (layout(1, 2, cp=4, cp_attention="ring", sequence_parallel=False), 5),
+    "hsdp2_cp2_in_order_accumulate2": (
+        layout(1, 1, dp_replicate=2, cp=2, cp_load_balance="none", accumulation_steps=2),
+        1,
+    ),
+    "cp3_fsdp2_uneven": (layout(2, 1, cp=3, model=UNEVEN, seq_len=48), 5),
+    "cp2_long": (layout(1, 1, cp=2, model=ATTENTIVE, seq_len=512, mixed_precision_param="float32"), 1),
+    "cp4_ring_long": (layout(1, 1, cp=4, cp_attention="ring", model=ATTENTIVE, seq_len=1024), 2),
+    "cp4_ring_long_in_order": (
+        layout(1, 1, cp=4, cp_attention="ring", cp_load_balance="none", model=ATTENTIVE, seq_len=1024),
+        3,
+    ),
+    "cp2_ring_checkpointed": (
+        layout(1, 1, cp=2, cp_attention="ring", checkpointing="full", model=ATTENTIVE, seq_len=512),
+        1,
+    ),
+    "cp2_ring_selective_tp2": (layout(1, 2, cp=2, cp_attention="ring", checkpointing="selective"), 2),
+    "cp2_pp2_ring_zbv": (layout(1, 1, cp=2, pp=2, cp_attention="ring", schedule="ZBVZeroBubble", model=DEEP), 1),
 }
 """Name -> (configuration, rank). The last rank has what is left of uneven rows, or none of them."""
 

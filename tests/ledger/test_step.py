@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from harness.ledger import Implementation, predict
+from harness.ledger.pipeline import PipelineStep
 from harness.ledger.step import Step
 
 from .real_steps import CASES
@@ -31,7 +32,7 @@ def measured() -> dict[str, Any]:
     return figures
 
 
-def ledger_phases(step: Step) -> dict[str, int]:
+def ledger_phases(step: Step | PipelineStep) -> dict[str, int]:
     step.run()
     phases = {"forward": 0, "backward": 0, "optimizer": 0}
     for instant in step.tape.instants:
@@ -44,8 +45,14 @@ def ledger_phases(step: Step) -> dict[str, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_memory(name: str, measured: dict[str, Any]) -> None:
     config, rank = CASES[name]
-    shard_rank = rank // config.parallelism.tp % config.dp_shard
-    ledger = Step(config, target="cpu", shard_rank=shard_rank, implementation=Implementation())
+    shard_rank = rank // config.parallelism.tp % config.fsdp_shards
+    options: Any = {"target": "cpu", "shard_rank": shard_rank, "implementation": Implementation()}
+    ledger: Step | PipelineStep
+    if config.parallelism.pp == 1:
+        ledger = Step(config, **options)
+    else:
+        stage = rank // (config.world_size // config.parallelism.pp)
+        ledger = PipelineStep(config, pipeline_rank=stage, **options)
     for step, peaks in enumerate(measured[name]["peaks"]):
         predicted = ledger_phases(ledger)
         for phase, size in peaks.items():
@@ -55,11 +62,13 @@ def test_memory(name: str, measured: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_communication(name: str, measured: dict[str, Any]) -> None:
     """Where axes have the same size, their collectives count together: operators do not name the axis."""
-    config, _ = CASES[name]
+    config, rank = CASES[name]
+    stage = rank // (config.world_size // config.parallelism.pp) if config.parallelism.pp > 1 else None
     layout = config.parallelism
-    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": config.dp_shard, "tp": layout.tp}
+    sizes = {axis: getattr(layout, axis) for axis in ("dp_replicate", "cp", "tp", "pp")}
+    sizes[config.fsdp_axis] = config.fsdp_shards
     predicted: Counter[tuple[int, str, str]] = Counter()
-    for c in predict(config, "cpu").communication:
+    for c in (c for c in predict(config, "cpu").communication if c.pipeline_rank == stage):
         predicted[sizes[c.dimension], c.kind, "count"] += c.count
         predicted[sizes[c.dimension], c.kind, "bytes"] += c.bytes
     sent: Counter[tuple[int, str, str]] = Counter()

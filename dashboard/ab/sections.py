@@ -225,6 +225,7 @@ def differing(values: Values) -> None:
     rows = [
         {"what": item["what"], **{key: item["values"][arm] for key, arm in keys.items()}, "declared": item["declared"]}
         for item in values["differing"]
+        if len(set(item["values"].values())) > 1
     ]
     if rows:
         names = {key: printable(arm) for key, arm in keys.items()}

@@ -11,6 +11,8 @@ from harness.config import Decoder, Parallelism, Trainer
 from harness.context_parallel import chunks as chunks_of_rank
 from harness.errors import UsageError
 from harness.limits import require_possible
+from harness.pipeline.actions import each_step
+from harness.pipeline.plan import plan
 from harness.pipeline.requirements import require_pipeline
 from harness.workloads.config import WorkloadName
 
@@ -199,6 +201,14 @@ def _require_checkpointing(config: Trainer.Config) -> None:
         f"activation_checkpoint.every={every}: none of model.n_layers={layers} layers would be the last of so many; "
         f"use at most {layers}",
     )
+    if mode != "none" and config.parallelism.pp > 1:
+        splits = any(action.kind in ("I", "W") for row in plan(config).actions for action in each_step(row))
+        _require(
+            not splits,
+            f"activation_checkpoint.mode={mode}: the schedule has backward in two parts, for inputs and for weights, "
+            "and a layer is computed again for one only: use a schedule with whole backwards, such as 1F1B or "
+            "Interleaved1F1B, or none",
+        )
 
 
 def _require_chunks(config: Trainer.Config) -> None:
@@ -212,7 +222,7 @@ def _require_chunks(config: Trainer.Config) -> None:
     )
     parts = layout.cp * (layout.tp if layout.sequence_parallel else 1)
     _require(
-        training.seq_len % (parts * chunks) == 0,
+        chunks == 1 or training.seq_len % (parts * chunks) == 0,
         f"training.seq_len={training.seq_len}: what a rank has of a sequence, 1/{parts}, is not divisible by "
         f"training.loss_chunks={chunks}: use a multiple of {parts * chunks}",
     )

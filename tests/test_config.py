@@ -4,9 +4,11 @@ import pytest
 
 from harness import recipes
 from harness.config import (
+    ActivationCheckpoint,
     Data,
     Decoder,
     Parallelism,
+    Pipeline,
     Recorder,
     Trainer,
     Training,
@@ -178,6 +180,46 @@ IMPOSSIBLE = [
     (
         {"world_size": 3, "parallelism": Parallelism.Config(tp=3)},
         "model.n_heads=8 is not divisible by parallelism.tp=3",
+    ),
+    *(
+        ({"activation_checkpoint": ActivationCheckpoint.Config(mode=mode, every=every)}, message)
+        for mode, every, message in (
+            ("memory_budget", 1, "this version does not compile"),
+            ("full", 0, "activation_checkpoint.every=0 must be at least 1"),
+            ("none", 2, "activation_checkpoint.every=2 has no effect with activation_checkpoint.mode=none"),
+            ("selective", 5, "none of model.n_layers=4 layers would be the last of so many; use at most 4"),
+        )
+    ),
+    (
+        {
+            "world_size": 2,
+            "model": Decoder.Config(n_layers=6),
+            "parallelism": Parallelism.Config(pp=2),
+            "pipeline": Pipeline.Config(schedule="ZBVZeroBubble"),
+            "activation_checkpoint": ActivationCheckpoint.Config(mode="full"),
+        },
+        "activation_checkpoint.mode=full: the schedule has backward in two parts",
+    ),
+    ({"training": Training.Config(loss_chunks=0)}, "training.loss_chunks=0 must be at least 1"),
+    ({"training": Training.Config(loss_chunks=3)}, "1/1, is not divisible by training.loss_chunks=3"),
+    (
+        {"world_size": 2, "parallelism": Parallelism.Config(tp=2), "training": Training.Config(loss_chunks=256)},
+        "1/2, is not divisible by training.loss_chunks=256: use a multiple of 512",
+    ),
+    (
+        {"world_size": 2, "parallelism": Parallelism.Config(pp=2), "training": Training.Config(loss_chunks=2)},
+        "training.loss_chunks=2: a pipeline (parallelism.pp=2) has its last stage compute the loss",
+    ),
+    *(
+        (
+            {
+                "world_size": 2,
+                "parallelism": Parallelism.Config(**layout),
+                "training": Training.Config(accumulation_steps=steps, reduce_every_micro_batch=False),
+            },
+            "training.reduce_every_micro_batch=false has no effect",
+        )
+        for steps, layout in ((1, {"dp_shard": 2}), (2, {"tp": 2}), (2, {"pp": 2}))
     ),
     (
         {"world_size": 8, "parallelism": Parallelism.Config(tp=8)},

@@ -46,6 +46,8 @@ LAUNCHED_VARIABLE = "MESHSCOPE_LAUNCHED"
 RECORDED_VARIABLES = "MESHSCOPE_RECORDED_VARIABLES"
 # Set by a launcher: the mode that the ranks run in, for a trainer that can rehearse (see `Mode`).
 MODE_VARIABLE = "MESHSCOPE_MODE"
+# Of a range in traces, with the unit in brackets: what activation checkpointing computes again.
+RECOMPUTE_RANGE = "AC::recompute"
 
 
 class PhaseRow(msgspec.Struct, frozen=True):

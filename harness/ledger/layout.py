@@ -94,7 +94,7 @@ MEANINGS = {
     "N_embedding": "parameters of the embedding, this tensor-parallel rank, rows padded to W",
     "N_layer": "same, of one layer",
     "N_head": "same, of the last norm and the head, which is the embedding too if tied",
-    "N_norm": "same, of the last norm where the head is another stage's",
+    "N_norm": "same, of the last norm alone",
     "n": "micro-batches of a pass of the pipeline schedule",
     "N_lm_head": "same, of the head's matrix alone",
     "N_tok_embeddings": "same, of the matrix of embedding and head alone",

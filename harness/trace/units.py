@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from harness.recording import RECOMPUTE_RANGE
 from harness.trace.activity import Activity
 from harness.trace.events import MISSING, Trace
 
-RECOMPUTE = "AC::recompute"
-"""Our trainer's range, with the unit in brackets, around what activation checkpointing computes again."""
 PREFIXES = ("FSDP::", "AC::")
-UNIT_RANGE = re.compile(rf"^(?:FSDP::\w+|{RECOMPUTE}) \((.+)\)$")
+UNIT_RANGE = re.compile(rf"^(?:FSDP::\w+|{RECOMPUTE_RANGE}) \((.+)\)$")
 
 
 class Unit(NamedTuple):
@@ -66,6 +65,6 @@ class Nest:
         named = next((match for name in enclosing if (match := UNIT_RANGE.match(name))), None)
         if named is None:
             return None
-        if any(name.startswith(RECOMPUTE) for name in enclosing):
+        if any(name.startswith(RECOMPUTE_RANGE) for name in enclosing):
             return Unit(named[1], "recompute")
         return Unit(named[1], "backward" if any("backward" in name for name in enclosing) else "forward")

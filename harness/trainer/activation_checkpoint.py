@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness.config import ActivationCheckpoint
-from harness.trace.units import RECOMPUTE
+from harness.recording import RECOMPUTE_RANGE
 from harness.trainer.model.decoder import Decoder
 
 ATTENTION = (
@@ -42,7 +42,7 @@ def checkpoint_layers(model: Decoder, config: ActivationCheckpoint.Config, *, ke
     for name, layer in model.layers.items():
         if (int(name) + 1) % config.every == 0:
             policy = partial(_policy, keeps_attention) if config.mode == "selective" else None
-            _checkpoint(layer, f"{RECOMPUTE} (layers.{name})", policy)
+            _checkpoint(layer, f"{RECOMPUTE_RANGE} (layers.{name})", policy)
 
 
 def _checkpoint(layer: nn.Module, label: str, policy: Callable[[], Policy] | None) -> None:

@@ -171,8 +171,14 @@ def several(tp: int) -> Trainer.Config:
     return config
 
 
+def in_chunks(tp: int) -> Trainer.Config:
+    config = several(tp)
+    config.training.loss_chunks, config.training.reduce_every_micro_batch = 8, False
+    return config
+
+
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
-@pytest.mark.parametrize("config", [run_of(4, 1, n_layers=3), run_of(4, 2, n_layers=3), several(1), several(2)])
+@pytest.mark.parametrize("config", [run_of(4, 1, n_layers=3), run_of(4, 2, n_layers=3), several(1), in_chunks(2)])
 def test_formulas_give_their_bytes(target: Target, config: Trainer.Config) -> None:
     memory = predict(config, target).ranks[0]
     assert len(memory.entries) > 12
@@ -183,7 +189,7 @@ def test_formulas_give_their_bytes(target: Target, config: Trainer.Config) -> No
     assert max(instant.bytes for instant in memory.timeline) == memory.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("config", [run_of(2, 2, n_layers=2), several(2)])
+@pytest.mark.parametrize("config", [run_of(2, 2, n_layers=2), several(2), in_chunks(1)])
 def test_nothing_leaks_from_step_to_step(config: Trainer.Config) -> None:
     from harness.ledger.step import Implementation, Step
 
@@ -263,6 +269,38 @@ def test_gathers_of_tied_embeddings(policy: str) -> None:
     config.parallelism.reshard_after_forward = policy  # type: ignore[assignment]
     gathers = sum(c.count for c in collectives(config) if c.kind == "all_gather")
     assert gathers == {"always": 6 + 2, "default": 6 + 1, "never": 3 + 1}[policy]
+
+
+@pytest.mark.parametrize(("tied", "layers"), [(False, 2), (True, 2)])
+def test_a_head_in_chunks_is_gathered_three_times_and_reduced_twice(tied: bool, layers: int) -> None:
+    config = run_of(4, 1, n_layers=layers)
+    config.model.tied_embeddings, config.training.loss_chunks = tied, 8
+    of_head = {c.kind: c for c in collectives(config) if "head" in c.purpose}
+    matrix, norm = 128_256 * 4096, 4096
+    assert (of_head["all_gather"].count, of_head["all_gather"].bytes) == (3, 3 * 2 * (matrix + norm))
+    assert of_head["reduce_scatter"].count == 2
+    # Each parameter once, but the matrix with the head and again with the embedding that is tied to it.
+    assert of_head["reduce_scatter"].bytes == 4 * (matrix + norm + (matrix if tied else 0))
+    config.parallelism.reshard_after_forward = "never"
+    assert [c.count for c in collectives(config) if c.kind == "all_gather" and "head" in c.purpose] == [1]
+
+
+def test_more_chunks_leave_the_matrix() -> None:
+    """12·T·V/k shrinks with k; 10·V·d, the gathered matrix, its gradient and what that is reduced from, does not."""
+    config = run_of(8, 1, n_layers=1, seq_len=8192)
+
+    def at_loss() -> int:
+        return max(i.bytes for i in predict(config, "cpu").ranks[0].timeline if i.name.startswith("backward: loss"))
+
+    peaks = []
+    for config.training.loss_chunks in (1, 2, 4):
+        peaks.append(at_loss())
+    tokens, vocabulary = 8192, 128_256
+    assert peaks[1] - peaks[2] == pytest.approx(12 * tokens * vocabulary / 4, rel=1e-2)
+    config.training.loss_chunks = 8192
+    last = [i for i in predict(config, "cpu").ranks[0].timeline if i.name.startswith("backward: head, chunk 8192")]
+    held = ("unsharded parameters", "accumulated gradients", "reduce-scatter input")
+    assert sum(last[0].categories[name] for name in held) == pytest.approx(10 * vocabulary * 4096, rel=1e-3)
 
 
 @pytest.mark.parametrize(("policy", "gathers"), [("always", 8), ("default", 7), ("never", 4)])

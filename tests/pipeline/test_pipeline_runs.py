@@ -54,7 +54,7 @@ LAYOUTS = {
         {"pp": 2, "dp_shard": 2},
         {
             "table": TABLE,
-            "split": [["tok_embeddings"], [*(f"layers.{i}" for i in range(6)), "norm", "lm_head"]],
+            "split": [["tok_embeddings", "layers.0"], [*(f"layers.{i}" for i in range(1, 6)), "norm", "lm_head"]],
         },
     ),
 }

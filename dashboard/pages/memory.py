@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,24 +261,32 @@ def peaks(
     memory: dict[str, Any] | None, timeline: Extract, rows: data.Rows | None, ranks: Sequence[int | None]
 ) -> None:
     """Per step, per phase and per rank; what the driver counts beyond them."""
-    by_step, by_phase, by_rank, driver = st.tabs(["Steps", "Phases", "Ranks", "Driver"])
-    with by_step:
-        steps(memory_figures.step_rows(memory, rows.steps if rows is not None else [], ranks))
-    with by_phase:
-        of_phases = memory_figures.phase_rows(timeline.values["phases"], rows.ranks if rows is not None else [], ranks)
-        if of_phases:
-            tables.show(of_phases, {"rank": "rank", "phase": "phase", **PEAKS}, words="Peaks of each phase")
-        else:
-            st.caption("No phases: neither named ranges (forward, backward, optimizer) nor recorder.phase().")
-    with by_rank:
-        of_run = [rank for rank in rows.ranks if rank["rank"] in ranks] if rows is not None else []
-        if chart := charts.peaks_per_rank(of_run):
-            charts.show(chart, "Peaks of each rank, allocated ones by phase")
-            tables.show(of_run, {"rank": "rank", "steps": "steps", **PEAKS}, words="Peaks of each rank")
-        else:
-            st.caption("Only a recording's step rows have the peaks of whole ranks; those of snapshots are above.")
-    with driver:
-        residual(rows, ranks)
+    of_run = [rank for rank in rows.ranks if rank["rank"] in ranks] if rows is not None else []
+    contents: dict[str, Callable[[], None]] = {
+        "Steps": lambda: steps(memory_figures.step_rows(memory, rows.steps if rows is not None else [], ranks)),
+        "Phases": lambda: phases(memory_figures.phase_rows(timeline.values["phases"], of_run, ranks)),
+        "Ranks": lambda: whole_ranks(of_run),
+        "Driver": lambda: residual(rows, ranks),
+    }
+    for tab, draw_tab in zip(st.tabs(list(contents), key="tab", bind="query-params"), contents.values(), strict=True):
+        if tab.open:
+            with tab:
+                draw_tab()
+
+
+def phases(rows: Sequence[dict[str, Any]]) -> None:
+    if rows:
+        tables.show(rows, {"rank": "rank", "phase": "phase", **PEAKS}, words="Peaks of each phase")
+    else:
+        st.caption("No phases: neither named ranges (forward, backward, optimizer) nor recorder.phase().")
+
+
+def whole_ranks(ranks: Sequence[dict[str, Any]]) -> None:
+    if chart := charts.peaks_per_rank(ranks):
+        charts.show(chart, "Peaks of each rank, allocated ones by phase")
+        tables.show(ranks, {"rank": "rank", "steps": "steps", **PEAKS}, words="Peaks of each rank")
+    else:
+        st.caption("Only a recording's step rows have the peaks of whole ranks; those of snapshots are above.")
 
 
 def steps(rows: Sequence[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,8 +259,10 @@ def lanes(choice: Choice, shown: Sequence[Shown], axis: Axis, strips: Sequence[A
     st.caption(words + ".")
     if (marked := view.mark(KEY)) and (said := marked.get("words")):
         st.info("  \n".join(states.escaped(str(line)) for line in said), icon=":material/ads_click:")
-    with st.expander("Figures of this view"):
-        overlap_tables.in_view(made.table)
+    table = st.expander("Figures of this view", key="figures", bind="query-params")
+    if table.open:
+        with table:
+            overlap_tables.in_view(made.table)
 
 
 def figures(run: Run, choice: Choice, shown: Sequence[Shown], axis: Axis) -> None:
@@ -269,21 +271,18 @@ def figures(run: Run, choice: Choice, shown: Sequence[Shown], axis: Axis) -> Non
     files = {one.index.values["file"] for one in shown}
     entries = overlap_figures.entries_of(overlap, files, choice.ranks)
     notes(choice, entries, overlap)
-    by_dimension, by_collective, by_unit, by_step, waiting, worst = st.tabs(
-        ["Dimensions", "Collectives", "Layers", "Steps", "Waiting", "Most exposed"]
-    )
-    with by_dimension:
-        overlap_tables.dimensions(entries, choice.dimensions)
-    with by_collective:
-        overlap_tables.collectives(entries, choice.dimensions)
-    with by_unit:
-        overlap_tables.units(entries)
-    with by_step:
-        steps(choice, entries)
-    with waiting:
-        overlap_tables.waiting(overlap["cross_rank"], choice.dimensions)
-    with worst:
-        most_exposed(choice, shown, axis)
+    contents: dict[str, Callable[[], None]] = {
+        "Dimensions": lambda: overlap_tables.dimensions(entries, choice.dimensions),
+        "Collectives": lambda: overlap_tables.collectives(entries, choice.dimensions),
+        "Layers": lambda: overlap_tables.units(entries),
+        "Steps": lambda: steps(choice, entries),
+        "Waiting": lambda: overlap_tables.waiting(overlap["cross_rank"], choice.dimensions),
+        "Most exposed": lambda: most_exposed(choice, shown, axis),
+    }
+    for tab, draw in zip(st.tabs(list(contents), key="tab", bind="query-params"), contents.values(), strict=True):
+        if tab.open:
+            with tab:
+                draw()
     path = shlex.quote(str(run.path))
     commands.show([f"meshscope overlap {path} --by {level}" for level in ("dimension", "collective", "step", "unit")])
 

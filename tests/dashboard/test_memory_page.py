@@ -71,7 +71,7 @@ def test_the_curves_reach_the_peaks_and_mark_the_highest(open_page, expected):
 
 
 def test_driver_residual_is_what_the_process_has_beyond_what_is_reserved(open_page):
-    shown = table_with(opened(open_page, RECORDED, run=RUN, rank="0"), "residual_bytes").iloc[0]
+    shown = table_with(opened(open_page, RECORDED, run=RUN, rank="0", tab="Driver"), "residual_bytes").iloc[0]
     rows = [json.loads(line) for line in (RECORDED / RUN / "steps" / "rank0.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["nvml_process_bytes"] is not None]
     beyond = [row["nvml_process_bytes"] - row["reserved_bytes"] for row in rows]
@@ -113,7 +113,7 @@ def test_step_rows_alone_give_peaks_and_what_they_consist_of(open_page, tmp_path
     assert f"At the allocated peak of rank 1, step 2: {size(3 * MIB + 1)}" in said(app)
     steps = table_with(app, "step", "peak_allocated_bytes")
     assert steps["peak_allocated_bytes"].tolist() == [MIB + 1, 2 * MIB + 1, 3 * MIB + 1]
-    phases = table_with(app, "phase")
+    phases = table_with(opened(open_page, tmp_path, run="cpu", rank="1", tab="Phases"), "phase")
     assert phases["peak_allocated_bytes"].tolist() == [2 * MIB]
 
 

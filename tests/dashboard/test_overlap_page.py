@@ -63,21 +63,22 @@ def test_the_figures_are_those_of_the_command_to_the_last_digit(opened, expected
     items = [item for entry in expected["ranks"] for item in entry["dimensions"]]
     for name in ("dimension", *overlap_figures.COMMUNICATION):
         assert dimensions[name].tolist() == [item[name] for item in items]
-    collectives = table_with(app, "group", "sum_ns")
+    collectives = table_with(opened(tab="Collectives"), "group", "sum_ns")
     items = [item for entry in expected["ranks"] for item in entry["collectives"]]
     for name in ("kind", "count", "sum_ns", "exposed_ns"):
         assert collectives[name].tolist() == [item[name] for item in items]
-    layers = table_with(app, "unit", "phase")
+    layers = table_with(opened(tab="Layers"), "unit", "phase")
     assert layers["exposed_ns"].tolist() == [i["exposed_ns"] for entry in expected["ranks"] for i in entry["units"]]
 
 
 def test_ranks_step_rule_and_dimension_of_the_url_choose_the_rows(opened, expected):
-    app = opened(rank=["1", "3"], step="7", rule="clip", dimension="mesh_tp")
+    query = {"rank": ["1", "3"], "step": "7", "rule": "clip", "dimension": "mesh_tp"}
+    app = opened(**query, tab="Steps")
     entries = [expected["ranks"][rank] for rank in (1, 3)]
     steps = table_with(app, "step", "incomplete", "span_ns")
     wanted = [item for entry in entries for item in entry["steps"] if item["step"] == 7 and item["rule"] == "clip"]
     assert steps["comm_ns"].tolist() == [item["comm_ns"] for item in wanted]
-    assert set(table_with(app, "dimension", "comm_ns")["dimension"]) == {"mesh_tp"}
+    assert set(table_with(opened(**query), "dimension", "comm_ns")["dimension"]) == {"mesh_tp"}
     header, _ = drawn(app)
     assert {row["group"] for row in header["rows"]} == {"rank 1", "rank 3"}
     communicating = {one["dimension"] for one in header["classes"] if one["role"] == "communication"}
@@ -85,7 +86,7 @@ def test_ranks_step_rule_and_dimension_of_the_url_choose_the_rows(opened, expect
 
 
 def test_a_chosen_step_is_what_is_seen_and_the_parts_of_its_breakdown_are_the_commands(opened, expected):
-    app = opened(rank="0", step="6")
+    app = opened(rank="0", step="6", tab="Steps")
     (breakdown,) = [item for item in expected["ranks"][0]["breakdown"] if item["step"] == 6]
     header, _ = drawn(app)
     start, end = header["view"]
@@ -97,7 +98,7 @@ def test_a_chosen_step_is_what_is_seen_and_the_parts_of_its_breakdown_are_the_co
 
 
 def test_the_url_leads_to_a_range_with_the_same_figures(opened, expected):
-    app = opened(rank="2")
+    app = opened(rank="2", figures="true")
     (whole,) = [entry["window"] for entry in expected["ranks"] if entry["rank"] == 2]
     compute = table_with(app, "lane", "busy_ns").set_index("lane").loc["compute", "busy_ns"]
     assert compute == whole["compute_ns"]
@@ -106,7 +107,7 @@ def test_the_url_leads_to_a_range_with_the_same_figures(opened, expected):
     last = header["extent"][1]
     middle = last // 3 + 1
     for start, end in ((0, middle), (middle, last)):
-        app = opened(rank="2", range=f"{start}-{end}")
+        app = opened(rank="2", figures="true", range=f"{start}-{end}")
         assert drawn(app)[0]["view"] == [start, end]
         assert app.query_params["range"] == f"{start}-{end}"
         parts.append(table_with(app, "lane", "busy_ns").set_index("lane")["busy_ns"])
@@ -119,7 +120,7 @@ def test_a_range_that_is_none_is_not_gone_to(asked):
 
 
 def test_the_most_exposed_collectives_are_listed_with_their_place(opened, monkeypatch):
-    app = opened(rank="4")
+    app = opened(rank="4", tab="Most exposed")
     worst = table_with(app, "at_ns", "duration_ns")
     assert worst["exposed_ns"].is_monotonic_decreasing
     header, array = drawn(app)
@@ -132,7 +133,7 @@ def test_the_most_exposed_collectives_are_listed_with_their_place(opened, monkey
 
 
 def test_waiting_adds_up_what_the_command_says_of_each_collective(opened, expected):
-    app = opened(dimension="mesh_tp")
+    app = opened(dimension="mesh_tp", tab="Waiting")
     waiting = table_with(app, "matched", "transfer_ns")
     items = [one for one in expected["cross_rank"]["collectives"] if one["dimension"] == "mesh_tp"]
     assert waiting["matched"].sum() == len(items)

@@ -22,6 +22,7 @@ PLACES = {
     "lowest_peak_": "memory",
     "largest_part": "memory",
 }
+KEYS = {("ledger", "rank"): "of_rank"}  # one rank there, several in the timelines
 WORDS = {"overlap": "Show in Overlap", "memory": "Show in Memory", "ledger": "Show in Ledger"}
 
 
@@ -31,7 +32,8 @@ def place_of(finding: Mapping[str, Any], dimensions: Collection[str]) -> tuple[s
     for name in finding["evidence"]:
         for beginning, page in PLACES.items():
             if name.startswith(beginning):
-                return page, state_of(finding["where"], dimensions if page == "overlap" else ())
+                found = state_of(finding["where"], dimensions if page == "overlap" else ())
+                return page, {KEYS.get((page, key), key): value for key, value in found.items()}
     return None
 
 

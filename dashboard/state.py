@@ -1,12 +1,12 @@
 """What is chosen, kept in the URL, so that a view can be sent: `?run=…&rank=…&step=…` and whatever a page adds.
 
 The sidebar chooses the run for every page. A page binds its own choices with `key=` and `bind="query-params"`, and
-leads elsewhere with `link`, which hands over what it is given.
+leads elsewhere with `link`, which hands over what it is given. Pages that share the name of a choice (`rank` and `step`
+of the timelines) share its type: what one leaves behind the other begins with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import streamlit as st
@@ -16,9 +16,8 @@ from dashboard.discover import Run, root, run_at
 from dashboard.store import Extract
 from harness.errors import InputError
 
-__all__ = ["PAGES", "choose_run", "current", "extract", "link", "offered", "rank", "root", "runs", "step"]
+__all__ = ["PAGES", "choose_run", "current", "extract", "link", "offered", "root", "runs"]
 
-NARROW = 160
 REFUSED = "refused"
 """Where the session keeps why the run of the URL cannot be shown."""
 
@@ -78,17 +77,6 @@ def current() -> Run:
 def extract(name: str) -> Extract:
     """An extract (`extracts.EXTRACTS`) of the chosen run; raises as `data.extract`."""
     return data.extract(root(), current(), name)
-
-
-def rank(known: Sequence[int | None], label: str = "Rank") -> int | None:
-    """A choice of one of the ranks that there are, bound to `?rank=`."""
-    named = {rank: "unknown" if rank is None else str(rank) for rank in known}
-    return st.selectbox(label, known, key="rank", bind="query-params", format_func=named.__getitem__, width=NARROW)
-
-
-def step(known: Sequence[int], label: str = "Step") -> int | None:
-    """A choice of one of the steps that there are, bound to `?step=`."""
-    return st.selectbox(label, known, key="step", bind="query-params", width=NARROW)
 
 
 def link(page: str, label: str, *, icon: str | None = None, **state: str | int | None) -> None:

@@ -58,8 +58,8 @@ def lines(prediction: dict[str, Any]) -> None:
         alike.setdefault(rank["alike_rank"], []).append(rank["rank"])
     of_rank = {rank["rank"]: rank for rank in prediction["ranks"]}
     st.subheader("What it should consist of")
-    chosen = state.rank(list(of_rank)) if len(of_rank) > 1 else next(iter(of_rank))
-    rank = of_rank[chosen if chosen in of_rank else next(iter(of_rank))]
+    chosen = st.selectbox("Rank", list(of_rank), key="of_rank", bind="query-params", width=160)
+    rank = of_rank[chosen]
     same = alike[rank["alike_rank"]]
     others = f" Predicted alike: ranks {in_ranges(same)}." if len(same) > 1 else ""
     entries = [entry for entry in rank["entries"] if entry["bytes"]]

@@ -145,7 +145,9 @@ def over_steps(a: Run, b: Run, measured: tuple[Any, Any]) -> None:
     known = {word: chart for word, peak in PEAKS.items() if (chart := charts.peaks_per_step(steps, peak)) is not None}
     if known:
         st.subheader("Peak of each step")
-        word = st.segmented_control("Peak", list(known), default=next(iter(known)), key="peak", bind="query-params")
+        word = st.segmented_control(
+            "Peak", list(known), default=next(iter(known)), key="peak_of_steps", bind="query-params"
+        )
         charts.show(known[word or next(iter(known))], f"Peak {word} of each step of both runs")
     parts = [
         item | {"label": f"{name} rank {'?' if item['rank'] is None else item['rank']}"}

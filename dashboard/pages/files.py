@@ -68,5 +68,5 @@ def chosen(kind: str, root: Path, found: list[SourceFile]) -> SourceFile:
     """One of the files, by its name below the run, bound to the URL."""
     base = root if root.is_dir() else root.parent
     by_name = {name_below(base, file.path): file for file in found}
-    name = st.selectbox(kind.capitalize(), list(by_name), key=kind, bind="query-params")
+    name = st.selectbox(kind.capitalize(), list(by_name), key=f"{kind}_file", bind="query-params")
     return by_name[str(name)]

@@ -124,11 +124,12 @@ def _data_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[Col
         of = unit if one.stage is None else f"{unit}, stage {one.stage}"
         yield Collective(axis, "all_gather", f"parameters of {of}", gathers, gathers * element * padded)
         reduced = [p.padded(shards) for p in parameters]
-        at_once = _in_chunks(config, reduced) if in_chunks else [padded]
-        units, size = copies * _reductions(config), reduce_element * sum(at_once)
-        what, count = f"gradients of {of}", units * len(at_once)
-        yield Collective(axis, "reduce_scatter", what, count, units * size)
-        yield Collective("dp_replicate", "all_reduce", what, count, units * size // shards)
+        at_once = _in_chunks(config, reduced) if in_chunks else {f"gradients of {of}": padded}
+        units = copies * _reductions(config)
+        for what, elements in at_once.items():
+            size = units * reduce_element * elements
+            yield Collective(axis, "reduce_scatter", what, units, size)
+            yield Collective("dp_replicate", "all_reduce", what, units, size // shards)
 
 
 def _reductions(config: Trainer.Config) -> int:
@@ -136,13 +137,16 @@ def _reductions(config: Trainer.Config) -> int:
     return config.training.accumulation_steps if config.training.reduce_every_micro_batch else 1
 
 
-def _in_chunks(config: Trainer.Config, padded: list[int]) -> list[int]:
+def _in_chunks(config: Trainer.Config, padded: list[int]) -> dict[str, int]:
     """Elements of the two reductions of the head's unit: the matrix with the last chunk, and with it what earlier
     micro-batches left of the norm; then the norm, and the matrix again if the embedding is tied to it."""
     training, tied = config.training, config.model.tied_embeddings
     matrix, norm = padded if tied else padded[::-1]
     leaves = training.accumulation_steps > 1 and not training.reduce_every_micro_batch
-    return [matrix + norm if leaves else matrix, matrix + norm if tied else norm]
+    return {
+        "gradients of head, with the last chunk": matrix + norm if leaves else matrix,
+        "gradients of head, with the norm": matrix + norm if tied else norm,
+    }
 
 
 def _scalars(config: Trainer.Config) -> Iterator[Collective]:

@@ -19,7 +19,8 @@ def page(report: Report) -> str:
     missing = [section for section in sections.SECTIONS if section not in [s for s, _ in shown]]
     body = [(section.anchor, section.title, content) for section, content in shown]
     if report.pipeline is not None:
-        body.append(("pipeline", "Pipeline", [tag("pre", "\n".join(pipeline.render(report.pipeline)))]))
+        lines = pipeline.render(report.pipeline)
+        body.append(("pipeline", "Pipeline", [tag("pre", *(joined(line, Html("\n")) for line in lines))]))
     return document(
         title=sections.title(report),
         header=sections.head(report),

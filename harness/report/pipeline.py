@@ -47,6 +47,9 @@ def plan_text(plan: Plan, passes: int) -> Iterator[str]:
 def render(pipeline: Pipeline) -> Iterator[str]:
     """Bubbles planned, with the measured costs, and measured; then grids of the plan and of the last traced step."""
     plan = pipeline.plan
+    if not pipeline.measured:
+        yield from plan_text(plan, pipeline.passes) if plan is not None else ()
+        return
     if plan is not None:
         yield f"Pipeline, {describe(plan, pipeline.passes)}"
         expected = {b.rank: b.pct for b in bubbles(pipeline.expected)}
@@ -56,28 +59,23 @@ def render(pipeline: Pipeline) -> Iterator[str]:
         ]
         headers = ["pp rank", "planned bubble", "at measured costs", " stages"]
         yield from table(headers, rows, last_left=True)
-    if not pipeline.measured:
-        yield "  no complete step is in the traces: nothing was measured"
     else:
-        last = pipeline.measured[-1]
-        shown = [one for one in pipeline.measured if one.step == last.step]
-        source = "device" if last.source == "device" else "host"
-        costs = ", ".join(f"{kind} {cost / 1e6:.3f} ms" for kind, cost in pipeline.costs_ns.items())
-        yield f"  measured bubble of traced steps, {source} time; median costs: {costs}"
-        steps = list(dict.fromkeys(one.step for one in pipeline.measured))
-        measured = {
-            rank: {one.step: b.pct for one in pipeline.measured for b in one.bubbles if b.rank == rank}
-            for one in shown
-            for rank in one.timeline
-        }
-        rows = [[str(rank), *(percent(by.get(step)) for step in steps)] for rank, by in sorted(measured.items())]
-        yield from table(["rank", *(f"step {step}" for step in steps)], rows[:RANKS_SHOWN])
+        yield "Pipeline, as traced"
+    last = pipeline.measured[-1]
+    costs = ", ".join(f"{kind} {cost / 1e6:.3f} ms" for kind, cost in pipeline.costs_ns.items())
+    yield f"  measured bubble of traced steps, {last.source} time; median costs: {costs}"
+    steps = list(dict.fromkeys(one.step for one in pipeline.measured))
+    measured: dict[int, dict[int, float | None]] = {}
+    for one in pipeline.measured:
+        for bubble in one.bubbles:
+            measured.setdefault(bubble.rank, {})[one.step] = bubble.pct
+    rows = [[str(rank), *(percent(by.get(step)) for step in steps)] for rank, by in sorted(measured.items())]
+    yield from table(["rank", *(f"step {step}" for step in steps)], rows[:RANKS_SHOWN])
     if plan is not None:
-        yield "  planned, one forward long per unit:"
+        yield "  planned, a backward as long as two forwards:"
         yield from _grid(pipeline.planned)
-    for one in pipeline.measured[-1:]:
-        yield f"  measured, step {one.step}, {max(b.span for b in one.bubbles) / 1e6:.3f} ms:"
-        yield from _grid(one.timeline)
+    yield f"  measured, step {last.step}, {max(b.span for b in last.bubbles) / 1e6:.3f} ms:"
+    yield from _grid(last.timeline)
 
 
 def _grid(timeline: Timeline) -> Iterator[str]:

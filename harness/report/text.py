@@ -92,13 +92,14 @@ def layout(config: Trainer.Config) -> dict[str, str]:
     degrees = {"dp_replicate": parallel.dp_replicate, "dp_shard": config.dp_shard, "cp": parallel.cp}
     degrees |= {"tp": parallel.tp, "pp": parallel.pp}
     shown = " × ".join(f"{name} {n}" for name, n in degrees.items() if n > 1 or name in ("dp_shard", "tp"))
+    micro_batches = f"{config.pipeline_micro_batches} × " if parallel.pp > 1 else ""
     sequence = " with sequence parallel" if parallel.tp > 1 and parallel.sequence_parallel else ""
     return {
         "layout": f"{counted(config.world_size, 'rank')}, {shown}{sequence}",
         "precision": training.mixed_precision_param,
         "model": f"{model.params:,} parameters ({model.n_layers} layers, width {model.dim}, vocabulary "
         f"{model.vocab_size:,})",
-        "batch": f"{training.micro_batch_size} × {training.seq_len} tokens per rank",
+        "batch": f"{micro_batches}{training.micro_batch_size} × {training.seq_len} tokens per rank",
     }
 
 

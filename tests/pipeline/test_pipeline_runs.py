@@ -169,7 +169,7 @@ def test_the_report_draws_both_grids(recorded):
     text = render(recorded("zbv_fsdp2"))
     section = text[text.index("Pipeline, ZBVZeroBubble: 4 stages on 2 pipeline ranks, 4 micro-batches") :]
     assert "0: tok_embeddings, layer 0; 3: layer 5, norm, lm_head" in section
-    planned, measured = section[section.index("planned, one forward") :].split("measured, step 3")[:2]
+    planned, measured = section[section.index("planned, a backward") :].split("measured, step 3")[:2]
     assert "aaaAAA" in planned.splitlines()[1]
     assert {line.split()[0] for line in measured.splitlines()[1:3]} == {"1", "3"}
 

@@ -37,8 +37,11 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
+        """Ranks in a process group of each mesh dimension."""
         layout = self.parallelism
-        return {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+        shard = "dp_shard" if layout.cp == 1 else "dp_shard_cp"
+        of_context = {shard: layout.dp_shard * layout.cp, "cp": layout.cp}
+        return {"dp_replicate": layout.dp_replicate, **of_context, "tp": layout.tp}
 
 
 FULL, SELECTIVE = ActivationCheckpoint.Config(mode="full"), ActivationCheckpoint.Config(mode="selective")
@@ -89,6 +92,16 @@ LAYOUTS = {
         reduce_every_micro_batch=False,
     ),
     "tp4_no_sp_async": Layout(Parallelism.Config(dp_shard=1, tp=4, sequence_parallel=False, tp_async=True), "single"),
+    "cp2": Layout(Parallelism.Config(dp_shard=1, cp=2), "single"),
+    "cp2_fsdp2_ring": Layout(Parallelism.Config(dp_shard=2, cp=2, cp_attention="ring"), "single"),
+    "cp2_tp2": Layout(Parallelism.Config(dp_shard=1, cp=2, tp=2), "single"),
+    "cp2_tp2_ring_full_chunks2": Layout(
+        Parallelism.Config(dp_shard=1, cp=2, tp=2, cp_attention="ring"), "single", checkpointing=FULL, loss_chunks=2
+    ),
+    "cp4_ring": Layout(Parallelism.Config(dp_shard=1, cp=4, cp_attention="ring"), "single"),
+    "hsdp2_cp2_in_order": Layout(
+        Parallelism.Config(dp_replicate=2, dp_shard=1, cp=2, cp_load_balance="none"), "single"
+    ),
 }
 COMPARED = [name for name, layout in LAYOUTS.items() if layout.reference]
 GLOBAL_BATCH = 8
@@ -101,7 +114,7 @@ def configuration(name: str) -> Trainer.Config:
     batches = parallelism.dp_replicate * parallelism.dp_shard * layout.accumulation_steps
     return Trainer.Config(
         name=name,
-        world_size=math.prod(layout.degrees.values()),
+        world_size=math.prod((parallelism.dp_replicate, parallelism.dp_shard, parallelism.cp, parallelism.tp)),
         model=Decoder.Config(
             vocab_size=512, dim=64, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=176, tied_embeddings=layout.tied
         ),

@@ -299,5 +299,5 @@ def shares(sizes: Mapping[str, int]) -> Chart:
     )
     chart: Chart = alt.layer(
         base.mark_bar(color=BLUE), base.mark_text(align="left", dx=4, color=GREY, fontSize=11).encode(text="share:N")
-    ).properties(height=22 * len(frame) + 50)
+    ).properties(height=22 * len(frame) + 80)
     return chart

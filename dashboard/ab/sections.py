@@ -22,6 +22,7 @@ LOOKS: dict[str, tuple[str, Any]] = {
     "ignored by this build": ("∅ ignored by this build", "gray"),
     "unavailable in this build": ("∅ unavailable in this build", "gray"),
 }
+NO_VERDICT: tuple[str, Any] = ("◐ no verdict yet", "orange")
 
 
 def mode_words(values: Values) -> str:
@@ -34,14 +35,11 @@ def mode_words(values: Values) -> str:
 def head(values: Values) -> None:
     analysis = values["analysis"]
     plan = analysis["experiment"]
-    words, colour = LOOKS[analysis["verdict"]]
+    words, colour = NO_VERDICT if values["unfinished"] else LOOKS[analysis["verdict"]]
     ended, planned = len(analysis["trials"]), len(plan["order"])
     st.header(f"{states.escaped(plan['knob'])}: {analysis['verdict'] if not values['unfinished'] else 'not finished'}")
     with st.container(horizontal=True, gap="small"):
-        if values["unfinished"]:
-            st.badge("◐ not finished: no verdict", color="orange")
-        else:
-            st.badge(words, color=colour)
+        st.badge(words, color=colour)
         st.badge(f"mode {analysis['mode']}", color="orange" if analysis["mode"] in NOT_A_CLUSTER else "blue")
         st.badge(states.escaped(values["name"]), color="gray")
         st.badge(counted(len(plan["arms"]), "arm"), color="gray")
@@ -77,7 +75,9 @@ def verdict(values: Values) -> None:
     analysis = values["analysis"]
     st.markdown(f"*{states.escaped(analysis['experiment']['hypothesis'])}*")
     for item in analysis["comparisons"]:
-        words, colour = LOOKS[item["verdict"]]
+        # What an arm does instead of running is known before the end, all else with the last trial.
+        open_yet = values["unfinished"] and item["verdict"] == "inconclusive"
+        words, colour = NO_VERDICT if open_yet else LOOKS[item["verdict"]]
         with st.container(border=True, gap="small"):
             with st.container(horizontal=True, gap="small", vertical_alignment="center"):
                 st.badge(words, color=colour)
@@ -135,8 +135,9 @@ def comparisons(values: Values, arm: str) -> None:
         "threshold": "matters",
         "p": "p",
         "exact_p": "exact p",
-        "verdict": "verdict",
     }
+    if not values["unfinished"]:
+        headers["verdict"] = "verdict"
     tables.show(rows, headers, words=f"Every metric of {arm} against {baseline}")
     pairs = max(one["n_pairs"] or 0 for one in found)
     st.caption(f"{counted(pairs, 'pair')} of trials that ran next to each other. {mode_words(values)}")

@@ -74,6 +74,9 @@ def head(run: Run, rows: data.Rows | None) -> None:
                 st.badge(f"{what}{line[name]}", color="gray")
     if why := NOT_A_CLUSTER.get(mode):
         st.caption(f"{why[0].upper()}{why[1:]}.")
+    if run.experiment is not None:
+        label = f"A trial of experiment {run.experiment}: see its verdict"
+        state.link("ab", label, icon=":material/science:", experiment=run.experiment)
     if rows is not None and rows.standing.state != "complete":
         words = "; ".join([rows.standing.headline(), *rows.standing.details()])
         (st.info if rows.live else st.warning)(states.escaped(words), icon=":material/flag:")

@@ -1,4 +1,4 @@
-"""Two experiments, as a user looks at them: from the list to the verdict, a metric, both arms, an address to send."""
+"""Experiments, as a user looks at them: from the list to the verdict, a metric, both arms, an address to send."""
 
 import re
 
@@ -14,11 +14,16 @@ BETTER = "PROBED: better"
 
 
 @pytest.fixture(scope="module")
-def address(browser, tmp_path_factory):
-    """Of a server over an experiment of three arms and one of two."""
-    root = tmp_path_factory.mktemp("experiments")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("experiments")
+
+
+@pytest.fixture(scope="module")
+def address(browser, root, tmp_path_factory):
+    """Of a server over an experiment of three arms and two of two."""
     write_all(experiment(root / "one", "PROBED=unset,a", "--repeats", "2"), captures=False)
     write_all(experiment(root / "three", "PROBED=unset,a,b c", "--repeats", "8"), slower=0.8)
+    write_all(experiment(root / "growing", "PROBED=unset,a", "--repeats", "2"), captures=False)
     with served(root, tmp_path_factory.mktemp("cache")) as (address, _):
         yield address
 
@@ -78,3 +83,14 @@ def test_pictures_have_words_and_fit_a_narrow_window(browser, address, scheme):
             chart.wait_for()
             assert chart.bounding_box()["width"] < 420
         assert page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_an_experiment_is_followed_to_its_end(page, address, root):
+    last = max((root / "growing" / "trials").iterdir())
+    last.rename(root / ".aside")
+    page.goto(f"{address}/ab?experiment=growing")
+    page.get_by_role("heading", name="PROBED: not finished").wait_for()
+    drawn(page)
+    (root / ".aside").rename(last)
+    page.get_by_role("heading", name="PROBED: inconclusive").wait_for()
+    drawn(page)

@@ -159,6 +159,8 @@ def test_runs_leads_here_and_run_pages_say_where_an_experiment_is(open_page, fin
     app = healthy(open_page(finished))
     (link,) = [element.proto for element in app.main.get("page_link") if element.proto.page == "ab"]
     assert "experiment=done" in link.query_string
+    app = healthy(open_page(finished, "overview", run="done/trials/00-a"))
+    assert [element.proto.label for element in app.main.get("page_link") if element.proto.page == "ab"]
     for page in RUN_PAGES:
         app = healthy(open_page(finished, page, run="done"))
         assert [error.value for error in app.error if "the page A/B shows it" in error.value.replace("\\", "")]
@@ -199,6 +201,8 @@ def test_interrupted_experiment_draws_no_verdict_until_it_ends(open_page, tmp_pa
     assert app.header[0].value == "PROBED: not finished"
     assert "4 of 6 trials have ended: the verdict comes with the last" in said
     assert "No verdict is drawn from them" in said
+    assert "verdict" not in table_with(app, "metric", "effect")
+    assert "better" not in said
     assert f"{going_on.name} is running: 4 steps so far" in said
     assert "To use it" not in [heading.value for heading in app.subheader]
     states = [row["state"] for row in as_rows(table_with(app, "trial", "state"))]

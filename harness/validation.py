@@ -175,8 +175,8 @@ def _require_divisible_sequence(config: Trainer.Config) -> None:
         chunks = len(chunks_of_rank(0, layout.cp, layout.cp_load_balance))
         parts, names = layout.cp * chunks, [f"parallelism.cp={layout.cp} × {chunks} chunks"]
     if layout.tp > 1 and layout.sequence_parallel:
+        tip = " or set parallelism.sequence_parallel to false" if seq_len % parts == 0 else ""
         parts, names = parts * layout.tp, [*names, f"parallelism.tp={layout.tp} (sequence parallel)"]
-        tip = " or set parallelism.sequence_parallel to false"
     _require(
         seq_len % parts == 0,
         f"training.seq_len={seq_len} is not divisible by {' × '.join(names)}: use a multiple of {parts}{tip}",

@@ -99,7 +99,7 @@ def layout(config: Trainer.Config) -> dict[str, str]:
         "precision": training.mixed_precision_param,
         "model": f"{model.params:,} parameters ({model.n_layers} layers, width {model.dim}, vocabulary "
         f"{model.vocab_size:,})",
-        "batch": f"{micro_batches}{training.micro_batch_size} × {training.seq_len} tokens per rank",
+        "batch": f"{micro_batches}{training.micro_batch_size} × {training.seq_len // parallel.cp} tokens per rank",
     }
 
 

@@ -81,6 +81,20 @@ def _attention_of(rank, size, balance, q, grad, shares, to_shares):
     return out.transpose(1, 2), to_q.transpose(1, 2)
 
 
+@pytest.mark.parametrize("kernel", ["flash_attention", "cudnn_attention"])
+@pytest.mark.parametrize("block", [WHOLE, Block("tail", "all", causal=False), Block("all", "head", causal=False)])
+def test_calls_are_those_of_cuda_kernels(kernel, block):
+    """Their shapes alone, on the meta device: what they compute is tested above where there is a GPU."""
+    q = torch.empty(BATCH, SEQUENCE, HEADS, WIDTH, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    kv = torch.empty(2, BATCH, SEQUENCE, KEY_HEADS, WIDTH, device="meta", dtype=torch.bfloat16)
+    found = _attend(kernel, block, q, kv)
+    assert found.out.shape == _queries(block, q).shape
+    assert found.lse.shape == found.out.shape[:3]
+    lse = torch.empty(q.shape[:3], device="meta")
+    gradients = _gradients(kernel, block, q, q, kv, q, lse, [*found.random])
+    assert [gradient.shape for gradient in gradients] == [found.out.shape, *(part.shape for part in _keys(block, kv))]
+
+
 def _positions(rank: int, size: int, balance: str) -> torch.Tensor:
     dist.init_process_group("fake", rank=rank, world_size=size)
     try:

@@ -20,7 +20,8 @@ import torch
 from saving import configuration, losses_of, tensors_of
 
 from harness.checkpoints import checkpoint_path, complete_checkpoints, find_checkpoint, read_header
-from harness.config import Recorder, Window, with_overrides
+from harness.config import Recorder, Window
+from harness.config_json import with_overrides
 from harness.errors import InputError, UsageError
 from harness.recipes import load_config
 from harness.recording import read_recording
@@ -42,7 +43,9 @@ def test_going_on_gives_the_losses_of_a_run_without_interruption(documents, tmp_
         config.model.tied_embeddings = tied
         return config.build(tmp_path / name).train()
 
+    random = torch.get_rng_state()
     whole = train("whole", steps=6)
+    assert torch.equal(torch.get_rng_state(), random), "a run draws random numbers, whose state no checkpoint holds"
     assert train("first", steps=3, interval=3) == whole[:3]
     assert train("second", steps=6, load=tmp_path / "first", interval=3) == whole[3:]
     rows = read_recording(tmp_path / "second").steps[0]

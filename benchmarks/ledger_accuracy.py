@@ -23,7 +23,8 @@ from typing import Any, Self
 
 import torch
 
-from harness.config import Recorder, from_dict
+from harness.config import Recorder
+from harness.config_json import from_dict
 from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, EXIT_USAGE
 from harness.ledger import predict
 from harness.recording import MODE_VARIABLE

@@ -8,18 +8,11 @@ All sizes are per rank unless a field says global; byte sizes follow from dtypes
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import json
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-import msgspec.inspect
-
 from harness.context_parallel import Exchange, LoadBalance
-from harness.errors import UsageError
 from harness.pipeline.config import Pipeline
 from harness.workloads.config import Collectives, PointToPoint, WorkloadName
 
@@ -198,12 +191,12 @@ class Training:
         accumulation_steps: int = 1
         """Micro-batches per optimizer step."""
         reduce_every_micro_batch: bool = True
-        """Gradients are reduced over data-parallel ranks as each micro-batch ends. Otherwise with the last: those of the
-        others are added up whole on every rank, in the dtype of the reduction."""
+        """Gradients are reduced over data-parallel ranks as each micro-batch ends. Otherwise with the last: those of
+        the others are added up whole on every rank, in the dtype of the reduction."""
         loss_chunks: int = 1
-        """Head and loss run over one so many-th of the sequence after the other, forward and backward, so that the logits
-        never exist whole. The unit of norm and head is freed after its forward, gathered once for all chunks, and once
-        more for the norm's backward, unless `reshard_after_forward` is never."""
+        """Head and loss run over one so many-th of the sequence after the other, forward and backward, so that the
+        logits never exist whole. The unit of norm and head is freed after its forward, gathered once for all chunks,
+        and once more for the norm's backward, unless `reshard_after_forward` is never."""
         seq_len: int = 256
         mixed_precision_param: DType = "bfloat16"
         """Dtype of gathered parameters and of compute; shards, optimizer states and reductions are float32."""
@@ -352,94 +345,3 @@ class Trainer:
             from harness.validation import validate
 
             validate(self)
-
-
-def to_dict(config: Trainer.Config) -> dict[str, Any]:
-    """The whole tree as JSON-ready builtins."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
-    return tree
-
-
-def to_json(config: Trainer.Config) -> str:
-    return json.dumps(to_dict(config), indent=2)
-
-
-def from_dict(tree: dict[str, Any], *, strict: bool = True) -> Trainer.Config:
-    """The configuration that `to_dict` gave, or one with fields left out (their defaults).
-
-    `strict=False` also takes numbers and booleans written as strings, as a command line gives them.
-    Raises `UsageError` naming the field for an unknown name or a value of the wrong type.
-    """
-    _reject_unknown(tree, Trainer.Config, "")
-    try:
-        return msgspec.convert(tree, Trainer.Config, strict=strict)
-    except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$.")
-        raise UsageError(f"configuration: {place.rstrip('`') or 'value'}: {reason}") from None
-
-
-def from_json(text: str | bytes) -> Trainer.Config:
-    """Reads what `to_json` wrote; raises `UsageError`."""
-    try:
-        tree = msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise UsageError(f"configuration is not a JSON object: {error}") from None
-    return from_dict(tree)
-
-
-def field_names(cls: Any = Trainer.Config, prefix: str = "") -> list[str]:
-    """Every dotted name that can be overridden, in order: `model.dim`, `training.steps`, …"""
-    names: list[str] = []
-    for name, kind in _fields_of(cls).items():
-        names += field_names(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [prefix + name]
-    return names
-
-
-def _fields_of(cls: Any) -> dict[str, Any]:
-    """Field name -> the dataclass it holds, or a msgspec type for a plain value."""
-    info = msgspec.inspect.type_info(cls)
-    assert isinstance(info, msgspec.inspect.DataclassType)
-    return {f.name: getattr(f.type, "cls", f.type) for f in info.fields}
-
-
-def _reject_unknown(tree: Any, cls: Any, prefix: str) -> None:
-    if not isinstance(tree, dict):
-        return
-    known = _fields_of(cls)
-    for name, value in tree.items():
-        if name not in known:
-            raise UsageError(
-                f"configuration has no field {prefix}{name}; known: {', '.join(prefix + k for k in known)}"
-            )
-        if dataclasses.is_dataclass(known[name]):
-            _reject_unknown(value, known[name], f"{prefix}{name}.")
-
-
-def with_overrides(config: Trainer.Config, overrides: list[tuple[str, str]]) -> Trainer.Config:
-    """A copy with dotted fields replaced by values as a command line gives them (the last of a name wins).
-
-    Raises `UsageError` for a name that does not exist, with the closest ones, or for a value of the wrong type.
-    """
-    names = field_names()
-    tree = to_dict(config)
-    for dotted, value in overrides:
-        if dotted not in names:
-            close = difflib.get_close_matches(dotted, names, n=3, cutoff=0.5) or [
-                n for n in names if n.split(".")[-1] == dotted.split(".")[-1]
-            ]
-            hint = f"; did you mean {' or '.join('--' + c for c in close)}?" if close else " (--print-config lists all)"
-            raise UsageError(f"no field --{dotted}{hint}")
-        *path, leaf = dotted.split(".")
-        node = tree
-        for part in path:
-            node = node[part]
-        node[leaf] = _structured(value)
-    return from_dict(tree, strict=False)
-
-
-def _structured(value: str) -> Any:
-    """A list is written as JSON on a command line; everything else is as it stands."""
-    try:
-        return json.loads(value) if value.startswith("[") else value
-    except json.JSONDecodeError:
-        return value

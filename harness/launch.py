@@ -30,7 +30,8 @@ import msgspec
 import harness
 from harness import recording
 from harness.checkpoints import written_bytes
-from harness.config import Trainer, to_dict, to_json
+from harness.config import Trainer
+from harness.config_json import to_dict, to_json
 from harness.masking import masked_arguments
 from harness.postmortem import failure_of_rehearsal, failure_of_torchrun, fold_logs, torchrun_logs
 from harness.recording import Status

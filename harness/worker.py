@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from harness import config, recording
+from harness import recording
+from harness.config_json import from_json
 from harness.errors import InputError, MeshscopeError
 
 # Marks every process of one launch, so that its launcher finds those that outlived their parent.
@@ -32,7 +33,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 def main(directory: Path) -> None:
     rank = int(os.environ["RANK"])
     prepare(directory, rank)
-    config.from_json((directory / "config.json").read_bytes()).build(directory).train()
+    from_json((directory / "config.json").read_bytes()).build(directory).train()
 
 
 def prepare(directory: Path, rank: int) -> None:

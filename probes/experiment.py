@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from harness.config import Trainer, Window, to_dict, with_overrides
+from harness.config import Trainer, Window
+from harness.config_json import to_dict, with_overrides
 from harness.errors import UsageError
 from harness.modes import Start
 from harness.recording import RECORDED_VARIABLES, Mode, read_json, write_json

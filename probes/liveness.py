@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config import Trainer, to_json, with_overrides
+from harness.config import Trainer
+from harness.config_json import to_json, with_overrides
 from harness.doctor.checks import libraries
 from harness.doctor.facts import gather
 from harness.doctor.modes import find_torch

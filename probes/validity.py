@@ -16,7 +16,7 @@ from typing import Any, Literal
 from harness.compare.difference import OF_EACH_RUN, flat
 from harness.compare.difference import devices as device_names
 from harness.compare.standing import standing
-from harness.config import to_dict
+from harness.config_json import to_dict
 from harness.errors import InputError, MeshscopeError
 from harness.recording import Recording, read_recording, read_status
 from harness.text import in_ranges

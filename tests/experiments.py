@@ -14,7 +14,7 @@ from written import write_kernels, write_snapshot
 from harness import recording
 from harness.cli import build_parser, split_overrides
 from harness.commands import probe
-from harness.config import to_dict
+from harness.config_json import to_dict
 from probes import surroundings
 from probes.experiment import Experiment
 

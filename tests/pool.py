@@ -17,7 +17,8 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-from harness.config import Trainer, from_dict, to_dict
+from harness.config import Trainer
+from harness.config_json import from_dict, to_dict
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -13,13 +13,8 @@ from harness.config import (
     Trainer,
     Training,
     Window,
-    field_names,
-    from_dict,
-    from_json,
-    to_dict,
-    to_json,
-    with_overrides,
 )
+from harness.config_json import field_names, from_dict, from_json, to_dict, to_json, with_overrides
 from harness.errors import UsageError
 
 BUILT_IN = [

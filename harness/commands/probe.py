@@ -16,7 +16,8 @@ from pathlib import Path
 
 from harness.commands import add_json_argument, require_page, write_page
 from harness.commands.run import DEFAULT_PARENT
-from harness.config import Trainer, with_overrides
+from harness.config import Trainer
+from harness.config_json import with_overrides
 from harness.doctor import Choice, choose_mode
 from harness.doctor.modes import usable_devices
 from harness.doctor.shared_gpu import visible_by_uuid

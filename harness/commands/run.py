@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.checkpoints import find_checkpoint
-from harness.config import Trainer, to_json
+from harness.config import Trainer
+from harness.config_json import to_json
 from harness.doctor import choose_mode, memory_bytes
 from harness.errors import EXIT_FAILED, EXIT_OK, InputError, UnavailableError, UsageError
 from harness.launch import TIMEOUT_S, OnStep

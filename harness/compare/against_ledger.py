@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config import Trainer, from_dict, to_dict
+from harness.config import Trainer
+from harness.config_json import from_dict, to_dict
 from harness.errors import InputError, UsageError
 from harness.ledger import Prediction
 from harness.ledger.operators import Target

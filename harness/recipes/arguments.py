@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from harness.config import Trainer, with_overrides
+from harness.config import Trainer
+from harness.config_json import with_overrides
 from harness.pipeline.requirements import with_table
 from harness.recipes import BUILT_IN, load_config
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from harness import config
+from harness.config_json import to_dict
 from harness.pipeline.plan import plan
 from harness.recording import MODE_VARIABLE, Mode
 from harness.trainer.activation_checkpoint import checkpoint_layers
@@ -89,7 +90,7 @@ class Trainer(config.Trainer):
                 self.directory,
                 first_step=first,
                 device=self.device,
-                run_config=config.to_dict(self.config),
+                run_config=to_dict(self.config),
                 mesh=axis_ranks(self.mesh, context),
                 mode=self.mode,
                 tokens_per_step=self.config.tokens_per_step,

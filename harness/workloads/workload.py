@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from harness.config import Trainer, to_dict
+from harness.config import Trainer
+from harness.config_json import to_dict
 from harness.trainer.legacy_streams import collective_memory
 from harness.trainer.trainer import DTYPES, local_device, mode_here, process_group
 from harness.validation import validate_device, validate_inputs, validate_rehearsal

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from harness.config import from_dict
+from harness.config_json import from_dict
 from harness.errors import InputError, MeshscopeError
 from harness.modes import Start
 from harness.recording import Mode, read_json

@@ -18,16 +18,8 @@ from typing import Any, Self
 
 import torch
 
-from harness.config import (
-    ActivationCheckpoint,
-    Decoder,
-    Parallelism,
-    Pipeline,
-    Recorder,
-    Trainer,
-    Training,
-    field_names,
-)
+from harness.config import ActivationCheckpoint, Decoder, Parallelism, Pipeline, Recorder, Trainer, Training
+from harness.config_json import field_names
 from harness.recording import MODE_VARIABLE
 
 from .live import Live

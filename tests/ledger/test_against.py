@@ -13,7 +13,8 @@ import pytest
 from harness import compare, recording
 from harness.cli import main
 from harness.compare.lines import put_lines_beside
-from harness.config import Trainer, to_dict
+from harness.config import Trainer
+from harness.config_json import to_dict
 from harness.ledger import Prediction, predict
 from harness.recipes.debug import tiny
 

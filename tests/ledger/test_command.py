@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.commands import ledger
-from harness.config import to_dict
+from harness.config_json import to_dict
 from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError, UsageError
 from harness.ledger import predict
 from harness.recipes.debug import tiny

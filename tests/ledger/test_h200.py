@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 import pytest
 
-from harness.config import ActivationCheckpoint, Decoder, Parallelism, Trainer, Training, from_dict
+from harness.config import ActivationCheckpoint, Decoder, Parallelism, Trainer, Training
+from harness.config_json import from_dict
 from harness.ledger import Implementation, predict
 from harness.ledger.tape import Instant
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from harness.config import Decoder, Parallelism, Pipeline, Trainer, from_json, to_json, with_overrides
+from harness.config import Decoder, Parallelism, Pipeline, Trainer
+from harness.config_json import from_json, to_json, with_overrides
 from harness.errors import UsageError
 from harness.pipeline.grid import IDLE, grid
 from harness.pipeline.plan import plan

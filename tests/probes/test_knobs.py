@@ -11,7 +11,8 @@ import pytest
 from experiments import arguments
 
 from harness.commands import probe
-from harness.config import Parallelism, Trainer, with_overrides
+from harness.config import Parallelism, Trainer
+from harness.config_json import with_overrides
 from harness.errors import UsageError
 from harness.variables import KNOWN
 from probes.experiment import Known

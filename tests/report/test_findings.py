@@ -11,7 +11,8 @@ from written import MIB, rewrite_steps, write_kernels, write_recording, write_sn
 
 from harness import recording
 from harness.cli import main
-from harness.config import Parallelism, Trainer, to_dict
+from harness.config import Parallelism, Trainer
+from harness.config_json import to_dict
 from harness.report import build
 from harness.report.finding import SEVERITIES, Finding, ranks_text
 

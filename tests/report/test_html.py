@@ -13,7 +13,8 @@ from written import MIB, rewrite_steps, write_kernels, write_recording, write_sn
 
 from harness import recording
 from harness.cli import main
-from harness.config import Parallelism, Trainer, to_dict
+from harness.config import Parallelism, Trainer
+from harness.config_json import to_dict
 from harness.report import build
 from harness.report.html import page
 from harness.report.markup import Html, figure_cell, tag

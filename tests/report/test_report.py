@@ -9,7 +9,8 @@ from written import MIB, write_recording, write_trace
 
 from harness import compare, recording
 from harness.cli import main
-from harness.config import Parallelism, Trainer, to_dict
+from harness.config import Parallelism, Trainer
+from harness.config_json import to_dict
 from harness.errors import UsageError
 from harness.ledger import predict
 from harness.report import build

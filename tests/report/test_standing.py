@@ -18,7 +18,8 @@ from harness import recording
 from harness.cli import main
 from harness.compare import standing
 from harness.compare.standing import is_gone
-from harness.config import Parallelism, Trainer, to_dict
+from harness.config import Parallelism, Trainer
+from harness.config_json import to_dict
 from harness.report import build
 from harness.report.html import page
 from harness.report.text import render

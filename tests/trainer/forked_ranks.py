@@ -17,7 +17,8 @@ from typing import Any
 
 from pool import REPOSITORY, free_port
 
-from harness.config import Trainer, from_dict, to_dict
+from harness.config import Trainer
+from harness.config_json import from_dict, to_dict
 
 
 class ForkedRanks:

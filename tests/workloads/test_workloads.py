@@ -9,7 +9,8 @@ import pytest
 from pool import Pool
 
 from harness import compare
-from harness.config import Trainer, with_overrides
+from harness.config import Trainer
+from harness.config_json import with_overrides
 from harness.errors import UsageError
 from harness.ledger import predict
 from harness.recipes import load_config

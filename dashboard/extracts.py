@@ -13,17 +13,22 @@ from typing import cast
 
 from dashboard.store import Extract
 from harness.report import Report
+from harness.report.pipeline import describe, modules, render
 from harness.report.text import layout
 
 EXTRACTS = {
     "report": "dashboard.extracts:report",
     "overlap": "dashboard.extracts:overlap",
     "memory": "dashboard.extracts:memory",
+    "pipeline": "dashboard.extracts:pipeline",
     "timeline": "dashboard.lanes.timeline:memory_timeline",
 }
 
 EXPERIMENT = "experiment"
 """What an experiment of `meshscope probe` has instead (`dashboard.ab.extract`)."""
+
+OWN = ("overlap", "memory", "pipeline")
+"""Parts of a report's JSON that are extracts."""
 
 Extractor = Callable[[Report], Extract]
 
@@ -34,12 +39,12 @@ def extractor(name: str) -> Extractor:
 
 
 def report(report: Report) -> Extract:
-    """The object of `meshscope report --json` without `overlap` and `memory`, which have extracts of their own.
+    """The object of `meshscope report --json` without what has an extract of its own (`OWN`).
 
     `read`: how many inputs were readable; `metric_values`: where each metric is from, or why it is unknown; `layout`
     and `not_predicted` as the report's text says them; `mean_parts`: where each rank's mean traced step goes.
     """
-    values = {name: value for name, value in report.to_json().items() if name not in ("overlap", "memory")}
+    values = {name: value for name, value in report.to_json().items() if name not in OWN}
     return Extract(
         values=values
         | {
@@ -62,3 +67,20 @@ def overlap(report: Report) -> Extract:
 def memory(report: Report) -> Extract:
     """The object of `meshscope memory --json`, null without a snapshot."""
     return Extract(values=report.memory)
+
+
+def pipeline(report: Report) -> Extract:
+    """`pipeline` of `meshscope report --json`, null without one, and as the report's text says it: `words` about the
+    plan (null without one), `modules` of each pipeline rank, `text` in lines."""
+    found = report.pipeline
+    if found is None:
+        return Extract()
+    plan = found.plan
+    return Extract(
+        values=found.to_json()
+        | {
+            "words": describe(plan, found.passes) if plan else None,
+            "modules": [modules(plan, rank) for rank in range(plan.ranks)] if plan else [],
+            "text": list(render(found)),
+        }
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import streamlit as st
 
 from harness.errors import InputError, MeshscopeError
+from harness.report.finding import NOT_A_CLUSTER
 from harness.text import printable
 
 ERRORS_SHOWN = 8
@@ -40,6 +41,14 @@ def marked(name: str) -> str:
 
 def badge(name: str) -> None:
     st.badge(marked(name), color=STATE_LOOKS[name][1])
+
+
+def say_mode(mode: str) -> None:
+    """The mode that times are from, and what they do not stand for."""
+    with st.container(horizontal=True, gap="small", vertical_alignment="center"):
+        st.badge(f"mode {mode}", color="orange" if mode in NOT_A_CLUSTER else "blue")
+        if why := NOT_A_CLUSTER.get(mode):
+            st.caption(f"{why[0].upper()}{why[1:]}.")
 
 
 def empty(what: str, command: str | None = None) -> None:

@@ -18,7 +18,6 @@ from dashboard.lanes.picture import Band, Picture, Shown, View, picture
 from dashboard.lanes.source import Moment, head_of, moments_of, shown_of
 from dashboard.lanes.view import Axis
 from dashboard.preparing import Preparation
-from harness.report.finding import NOT_A_CLUSTER
 from harness.sources import mode_of
 from harness.text import counted
 
@@ -46,7 +45,7 @@ class Choice:
 def page() -> None:
     run = state.current()
     st.title("Overlap")
-    say_mode(run)
+    states.say_mode(mode_of(run.path / "manifest.json"))
     target, under_way = data.preparation(state.root(), run)
     # There also when it is empty, so that what follows keeps its place on the page.
     slot = st.container()
@@ -71,15 +70,6 @@ def page() -> None:
     lanes(choice, shown, axis, strips)
     if under_way is None:
         figures(run, choice, shown, axis)
-
-
-def say_mode(run: Run) -> None:
-    """The mode that the times are from, and what they do not stand for."""
-    mode = mode_of(run.path / "manifest.json")
-    with st.container(horizontal=True, gap="small", vertical_alignment="center"):
-        st.badge(f"mode {mode}", color="orange" if mode in NOT_A_CLUSTER else "blue")
-        if why := NOT_A_CLUSTER.get(mode):
-            st.caption(f"{why[0].upper()}{why[1:]}.")
 
 
 def progress(under_way: Preparation) -> None:

@@ -16,11 +16,12 @@ from harness.trace import Capture, complete
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSchedule:
     """One traced step of the ranks that form one pipeline: `timeline` by global rank, unix ns. `source`: device, or
-    host, whose times are no device's."""
+    host, whose times are no device's. `stride`: ranks of a pipeline rank, None where no plan says."""
 
     step: int
     source: str
     timeline: Timeline
+    stride: int | None = None
 
     @property
     def bubbles(self) -> list[Bubble]:
@@ -56,8 +57,7 @@ class Pipeline:
             "costs_ns": dict(self.costs_ns),
             "expected": {"ranks": _ranks(self.expected, "pipeline_rank", "_ns")},
             "measured": [
-                {"step": one.step, "source": one.source, "ranks": _ranks(one.timeline, "rank", "_ns")}
-                for one in self.measured
+                {"step": one.step, "source": one.source, "ranks": _measured_ranks(one)} for one in self.measured
             ],
         }
 
@@ -96,7 +96,7 @@ def _measured(whole: Plan | None, config: Trainer.Config | None, captures: Seque
                 found.setdefault(key, {}).setdefault(capture.rank, []).append(span)
                 sources[key] = capture.devices[0].activity.source
     return [
-        MeasuredSchedule(step=step, source=sources[step, number], timeline=dict(sorted(rows.items())))
+        MeasuredSchedule(step=step, source=sources[step, number], timeline=dict(sorted(rows.items())), stride=apart)
         for (step, number), rows in sorted(found.items())
     ]
 
@@ -108,6 +108,11 @@ def _costs(measured: Sequence[MeasuredSchedule]) -> dict[str, int]:
             for action, start, end in row:
                 durations.setdefault(action.kind, []).append(end - start)
     return {kind: int(median(values)) for kind, values in sorted(durations.items())}
+
+
+def _measured_ranks(one: MeasuredSchedule) -> list[dict[str, Any]]:
+    ranks = _ranks(one.timeline, "rank", "_ns")
+    return [{**entry, "pipeline_rank": entry["rank"] // one.stride if one.stride else None} for entry in ranks]
 
 
 def _ranks(timeline: Timeline, name: str, unit: str) -> list[dict[str, Any]]:

@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import recording
+from harness.config import Decoder, Parallelism, Pipeline, Trainer, Training
+from harness.config_json import to_dict
+from harness.pipeline.plan import plan
+from harness.pipeline.timeline import planned
 
 MIB = 2**20
 
@@ -62,6 +66,38 @@ def write_trace(directory: Path, rank: int, collectives: list[tuple[str, int, in
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": 2}}, file)
+
+
+def write_pipeline(directory: Path, *, traced: bool = True) -> Path:
+    """A CPU recording of two pipelines of two ranks each, ZBV with 4 micro-batches. Its traces hold steps 1 and 2 as
+    planned, a forward of the second pipeline taking 2 ms instead of 1, and everything twice that in step 2."""
+    config = Trainer.Config(
+        name="pipeline",
+        world_size=4,
+        model=Decoder.Config(vocab_size=512, dim=64, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=176),
+        parallelism=Parallelism.Config(pp=2, dp_shard=2),
+        pipeline=Pipeline.Config(schedule="ZBVZeroBubble", micro_batches=4),
+        training=Training.Config(device="cpu", steps=4, seq_len=64),
+    )
+    write_recording(directory, config=to_dict(config), ranks=4, world_size=4)
+    if not traced:
+        return directory
+    timeline, length = planned(plan(config)), 200_000
+    for rank in range(4):
+        events: list[tuple[str, int, int]] = []
+        for step in (1, 2):
+            events.append((f"ProfilerStep#{step}", step * length, length))
+            unit = 1000 * step * (1 + rank % 2)
+            for action, start, end in timeline[rank // 2]:
+                events.append((f"PP:{action}", step * length + start * unit, (end - start) * unit))
+            events.append(("comm:recv:mesh_pp:0:8192", step * length + 190_000, 3000))
+        path = recording.trace_path(directory, 3, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        common = {"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1}
+        with gzip.open(path, "wt") as file:
+            found = [common | {"name": name, "ts": ts, "dur": dur} for name, ts, dur in events]
+            json.dump({"traceEvents": found, "distributedInfo": {"rank": rank, "world_size": 4}}, file)
+    return directory
 
 
 def rewrite_steps(directory: Path, rank: int, **values: Sequence[object]) -> None:

@@ -39,7 +39,7 @@ TILES = {
 def page() -> None:
     run = state.current()
     rows = data.rows(run)
-    head(run, rows)
+    said = head(run, rows)
     if rows is not None and rows.live:
         running(run)
     report = data.extract(state.root(), run, "report").values
@@ -49,7 +49,7 @@ def page() -> None:
             f"Findings and figures below are of what was there {at}. Open the page again for newer ones: they are "
             "made anew when a trace was written or the run has doubled in length, and at its end."
         )
-    states.partial(report["errors"])
+    states.partial([error for error in report["errors"] if error["reason"] != said])
     left, right = st.columns([3, 2], gap="medium")
     with left:
         findings(report)
@@ -62,7 +62,8 @@ def page() -> None:
     facts(run, rows, report)
 
 
-def head(run: Run, rows: data.Rows | None) -> None:
+def head(run: Run, rows: data.Rows | None) -> str | None:
+    """Returns how the run stands if it is said here: it did not end well, or goes on."""
     st.title(run.name or run.path.name)
     line = summaries.summary(state.root(), run)
     with st.container(horizontal=True, gap="small"):
@@ -80,6 +81,8 @@ def head(run: Run, rows: data.Rows | None) -> None:
     if rows is not None and rows.standing.state != "complete":
         words = "; ".join([rows.standing.headline(), *rows.standing.details()])
         (st.info if rows.live else st.warning)(states.escaped(words), icon=":material/flag:")
+        return words
+    return None
 
 
 @st.fragment(run_every=LIVE_EVERY_S)

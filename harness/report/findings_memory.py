@@ -194,8 +194,15 @@ def peak(report: Report) -> Iterator[Finding]:
         evidence["peak_requested_bytes"] = device["peak_allocated_bytes"]
         where, basis = ranks_text([rank]), "measured, requested bytes"
     elif report.prediction is not None:
-        parts = [(entry.category, entry.at_peak_bytes) for entry in report.prediction.ranks[0].entries]
+        every = report.prediction.ranks
+        same = [item for item in every if where == f"rank {item.rank}"]
+        predicted = max(same or every, key=lambda item: item.peak_allocated_bytes)
+        parts = [(entry.category, entry.at_peak_bytes) for entry in predicted.entries]
         basis = "predicted"
+        if not ranked:
+            # Nothing was measured: this name leads to the page of predictions.
+            evidence["predicted_peak_allocated_bytes"] = predicted.peak_allocated_bytes
+            where, basis = f"rank {predicted.rank}", f"predicted, {size(predicted.peak_allocated_bytes)} in all"
     if not (phase or parts):
         return
     parts = [part for part in sorted(parts, key=lambda part: -part[1]) if part[1] > 0]
@@ -209,7 +216,7 @@ def peak(report: Report) -> Iterator[Finding]:
         severity="info",
         title=title,
         evidence=evidence,
-        where=where or "every rank",
+        where=where,
         advice="The largest parts are where a smaller peak comes from: activations by checkpointing, states and "
         "parameters by sharding over more ranks, logits by a vocabulary-parallel or chunked loss.",
     )

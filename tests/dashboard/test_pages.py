@@ -190,6 +190,13 @@ def test_partial_recording_is_shown_with_what_it_lacks(open_page, broken, page):
         assert "rank0_trace.json.gz" in said
 
 
+def test_how_a_run_ended_is_said_once(open_page, tmp_path):
+    recording.write_status(write_recording(tmp_path / "failed", ranks=0), "failed", "rank 1: out of memory")
+    app = healthy(open_page(tmp_path, "overview", run="failed"))
+    assert ["out of memory" in warning.value for warning in app.warning] == [True]
+    assert not any("out of memory" in error.value for error in app.error)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_folder_with_a_space_in_its_name(open_page, broken, page):
     app = healthy(open_page(broken, page, run="with space/whole"))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from written import MIB, rewrite_steps, write_kernels, write_recording, write_snapshot, write_trace
 
+from dashboard.places import place_of
 from harness import recording
 from harness.cli import main
 from harness.config import Parallelism, Trainer
 from harness.config_json import to_dict
 from harness.report import build
 from harness.report.finding import SEVERITIES, Finding, ranks_text
+from harness.text import size
 
 CONFIG = Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(tp=2))
 GIB = 1024 * MIB
@@ -134,6 +137,27 @@ def test_how_far_the_prediction_is(tmp_path, factor, severity):
     (found,) = [f for f in findings(tmp_path) if "error_pct" in f.evidence]
     assert found.severity == severity
     assert found.evidence["measured_peak_allocated_bytes"] == int(predicted * factor)
+
+
+def test_a_run_without_figures_is_told_its_predicted_peak(tmp_path):
+    write_recording(tmp_path, ranks=0, config=to_dict(CONFIG))
+    recording.write_status(tmp_path, "failed", "rank 1: out of memory")
+    predicted = max(build(tmp_path).prediction.ranks, key=lambda rank: rank.peak_allocated_bytes)
+    (found,) = findings(tmp_path, "The memory peak")
+    assert size(predicted.peak_allocated_bytes) in found.title
+    assert found.evidence["largest_part_bytes"] == max(entry.at_peak_bytes for entry in predicted.entries)
+    assert place_of(asdict(found), ()) == ("ledger", {"of_rank": predicted.rank})
+
+
+def test_the_predicted_composition_is_of_the_rank_that_is_named(tmp_path):
+    """Ranks of a pipeline hold unequal parts: the last one has the logits."""
+    pipeline = Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(pp=2))
+    write_recording(tmp_path, config=to_dict(pipeline))
+    rewrite_steps(tmp_path, 1, peak_allocated_bytes=[MIB, 2 * MIB, 4 * MIB])
+    (found,) = findings(tmp_path, "Memory peaks in")
+    first, last = (max(entry.at_peak_bytes for entry in rank.entries) for rank in build(tmp_path).prediction.ranks)
+    assert found.where == "rank 1"
+    assert found.evidence["largest_part_bytes"] == last != first
 
 
 def test_collectives_that_nobody_configured(tmp_path):

@@ -93,13 +93,18 @@ def with_overrides(config: Trainer.Config, overrides: list[tuple[str, str]]) -> 
         node = tree
         for part in path:
             node = node[part]
-        node[leaf] = _structured(value)
+        node[leaf] = _structured(dotted, value)
     return from_dict(tree, strict=False)
 
 
-def _structured(value: str) -> Any:
-    """A list is written as JSON on a command line; everything else is as it stands."""
+def _structured(name: str, value: str) -> Any:
+    """A list is written as JSON on a command line; everything else is as it stands. Raises `UsageError` for bytes that
+    are no text, which no JSON could hold."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"--{name} {value!r} is not UTF-8: give a name without such bytes, or a link to it") from None
     try:
         return json.loads(value) if value.startswith("[") else value
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):  # the latter for lists in lists without end
         return value

@@ -91,6 +91,8 @@ def test_overrides_replace_fields_and_the_last_one_wins():
         ("training.steps", "many", "training.steps"),
         ("training.device", "tpu", "training.device"),
         ("model", "3", "no field --model"),
+        ("checkpoint.load", "caf\udce9", "'caf\\udce9' is not UTF-8"),
+        ("pipeline.split", "[" * 5000, "pipeline.split"),
     ],
 )
 def test_override_that_cannot_be(name, value, message):

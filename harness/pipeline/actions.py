@@ -68,7 +68,7 @@ def parse_action(text: str) -> Action:
 def read_table(text: str) -> list[list[Action]]:
     """The table of a CSV; raises `UsageError` naming row and column of what is no action."""
     table = []
-    for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+    for number, cells in _rows(text):
         row = []
         for column, cell in enumerate(cells, start=1):
             try:
@@ -82,6 +82,15 @@ def read_table(text: str) -> list[list[Action]]:
     if not table:
         raise UsageError("pipeline.csv holds no action: give one row per pipeline rank")
     return table
+
+
+def _rows(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows from 1 on; raises `UsageError` for what is no CSV."""
+    rows = csv.reader(io.StringIO(text))
+    try:
+        yield from enumerate(rows, start=1)
+    except csv.Error as error:
+        raise UsageError(f"pipeline.csv: line {rows.line_num}: {error}") from None
 
 
 def write_table(table: Table) -> str:

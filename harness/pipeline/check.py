@@ -54,6 +54,15 @@ def stage_ranks(table: Table, micro_batches: int) -> dict[int, int]:
     return rank_of
 
 
+def require_peers(table: Table, rank_of: Mapping[int, int]) -> None:
+    """Raises `UsageError` for a transfer to or from no other rank."""
+    for rank, row in enumerate(table):
+        for place, action in _placed(row):
+            if action.kind.startswith(("SEND", "RECV")) and rank_of.get(_peer_stage(action)) in (None, rank):
+                at = f"{WHERE}: row {rank + 1} (rank {rank}), action {place} `{action}`"
+                raise UsageError(f"{at} has no other rank to send to or receive from")
+
+
 def require_progress(table: Table, rank_of: Mapping[int, int]) -> None:
     """Raises `UsageError` naming rank, row and action where the table dead-locks."""
     simulation = _Simulation(table, rank_of)
@@ -154,9 +163,6 @@ def require_complete(table: Table, rank_of: Mapping[int, int]) -> None:
                 gathered -= {stage} if action.kind == "RESHARD" else set()
             elif action.kind == "REDUCE_GRAD":
                 reduced.add(stage)
-            elif action.kind.startswith(("SEND", "RECV")):
-                peer = rank_of.get(_peer_stage(action))
-                _require(peer not in (None, rank), f"{at} has no other rank to send to or receive from")
         own = {stage for stage, owner in rank_of.items() if owner == rank}
         for stage in sorted(own - reduced):
             raise UsageError(f"{WHERE}: row {rank + 1} (rank {rank}) lacks `{stage}REDUCE_GRAD`")

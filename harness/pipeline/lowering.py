@@ -6,9 +6,10 @@ _add_reduce_grad, _add_send_recv), held against it by tests; torch's runtime the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+from harness.errors import UsageError
 from harness.pipeline.actions import Action, Kind, Table, each_step
 
 ACTIVE_STAGES = 3
@@ -18,7 +19,8 @@ ACTIVE_STAGES = 3
 def lower(table: Table, rank_of: Mapping[int, int], micro_batches: int) -> list[list[Action]]:
     """The complete table of one that holds computation only; `rank_of` maps a stage to its rank.
 
-    Raises ValueError if the table cannot run (see `harness.pipeline.check`, which says why).
+    Raises `UsageError` where actions that overlap wait for each other; `harness.pipeline.check` finds what else
+    dead-locks.
     """
     whole = [_with_reductions(_with_gathers(row), micro_batches) for row in table]
     return _with_transfers(whole, rank_of)
@@ -69,13 +71,13 @@ def _with_transfers(table: Table, rank_of: Mapping[int, int]) -> list[list[Actio
     both sides of every pair of ranks see one order."""
     lowered: list[list[Action]] = [[] for _ in table]
     there: list[set[Action]] = [set() for _ in table]
-    waiting = [list(row) for row in table]
+    waiting = [deque(row) for row in table]
     while any(waiting):
         progress = False
         for rank, row in enumerate(waiting):
             if not row or not all(_has_inputs(part, there[rank], len(rank_of)) for part in row[0].steps):
                 continue
-            action = row.pop(0)
+            action = row.popleft()
             lowered[rank].append(action)
             for part in action.steps:
                 there[rank].add(part)
@@ -87,7 +89,11 @@ def _with_transfers(table: Table, rank_of: Mapping[int, int]) -> list[list[Actio
                     there[receiver].add(received)
             progress = True
         if not progress:
-            raise ValueError("the table dead-locks")
+            stuck = [f"row {rank + 1} (rank {rank}) at `{row[0]}`" for rank, row in enumerate(waiting) if row]
+            raise UsageError(
+                f"pipeline.csv: the schedule dead-locks: {'; '.join(stuck)}: actions that overlap begin together, with "
+                "all that they take from other ranks"
+            )
     return lowered
 
 

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from harness.config import Trainer
 from harness.errors import UsageError
 from harness.pipeline.actions import COMPUTE, Action, computation, each_step, read_table
-from harness.pipeline.check import require_complete, require_progress, stage_ranks
+from harness.pipeline.check import require_complete, require_peers, require_progress, stage_ranks
 from harness.pipeline.config import Pipeline
 from harness.pipeline.lowering import lower
 from harness.pipeline.schedules import SCHEDULES, Schedule
 from harness.pipeline.split import Part, even_parts, parts_of, placed
+
+
+MOST_FORWARDS = 2**17
+"""Of all stages in one pass of a schedule: 128 stages of 1,024 micro-batches. The whole table is made to predict a run,
+every rank's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +86,7 @@ def _from_table(config: Trainer.Config, text: str) -> Plan:
     rank_of = stage_ranks(table, micro_batches)
     if len(rank_of) % len(table):
         raise UsageError(f"pipeline.csv has {len(rank_of)} stages, which do not divide over {len(table)} ranks")
+    require_peers(table, rank_of)
     require_progress(table, rank_of)
     idle = [rank for rank in range(len(table)) if rank not in rank_of.values()]
     if idle:
@@ -112,6 +118,12 @@ def _require_micro_batches(
     asked = f"pipeline.micro_batches={micro_batches}"
     if pipeline.schedule in ("1F1B", "DualPipeV") and micro_batches < stages:
         raise UsageError(f"{asked}: {pipeline.schedule} needs at least as many as there are stages, {stages}")
+    if stages * micro_batches > MOST_FORWARDS:
+        raise UsageError(
+            f"{asked} on {stages} stages are {stages * micro_batches:,} forwards: use at most "
+            f"{max(1, MOST_FORWARDS // stages):,} micro-batches, or fewer stages (parallelism.pp, "
+            "pipeline.stages_per_rank)"
+        )
     rounds = max(1, micro_batches // ranks)
     if schedule.rounds and micro_batches % rounds:
         raise UsageError(

@@ -19,11 +19,14 @@ def with_table(config: Trainer.Config) -> Trainer.Config:
     pipeline = config.pipeline
     if pipeline.csv is None or pipeline.table is not None:
         return config
+    path = Path(pipeline.csv)
     try:
-        text = Path(pipeline.csv).read_text()
+        if path.exists() and not path.is_file():  # a pipe or a device has no end
+            raise UsageError(f"pipeline.csv={path} is not a file: name one with a row for each pipeline rank")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"pipeline.csv={pipeline.csv} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
+    except ValueError:  # a zero byte in its name, or not UTF-8
         raise UsageError(f"pipeline.csv={pipeline.csv} is not text") from None
     return dataclasses.replace(config, pipeline=dataclasses.replace(pipeline, table=text))
 

@@ -68,6 +68,7 @@ REFUSED = [
     ({"micro_batches": 0}, "pipeline.micro_batches=0 must be at least 1"),
     ({"micro_batches": 20_000}, "must be at most 10,000"),
     ({"stages_per_rank": 2}, "1F1B takes 1"),
+    ({"pp": 64, "layers": 64, "micro_batches": 4000}, "64 stages are 256,000 forwards: use at most 2,048"),
     ({"micro_batches": 1}, "1F1B needs at least as many as there are stages, 2"),
     ({"schedule": "DualPipeV", "micro_batches": 3}, "DualPipeV needs at least as many as there are stages, 4"),
     ({"schedule": "Interleaved1F1B", "micro_batches": 5}, "equal rounds of at least 2 (parallelism.pp): use 4 or 6"),

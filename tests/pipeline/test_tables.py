@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,9 @@ REFUSED = [
     (BOTH.replace("0REDUCE_GRAD,", ""), "row 1 (rank 0) lacks `0REDUCE_GRAD`"),
     (BOTH.replace(",1RESHARD", ""), "row 2 (rank 1) lacks `1RESHARD` at its end"),
     (BOTH.replace("0B0,0REDUCE_GRAD", "0REDUCE_GRAD,0B0"), "action 6 `0B0` comes after `0REDUCE_GRAD`"),
+    ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", "dead-locks: row 1 (rank 0) at `(0F0;0B0)OVERLAP_F_B`"),
+    ("0F0,0SEND_B0,0B0\n1F0,1B0\n", "row 1 (rank 0), action 2 `0SEND_B0` has no other rank"),
+    ('"' + "0" * 200_000 + '"\n', "line 1: field larger than field limit"),
 ]
 
 
@@ -137,3 +141,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, content, message):
         file.write_bytes(content)
     with pytest.raises(UsageError, match=message):
         with_table(run_of(csv=str(file)))
+
+
+@pytest.mark.parametrize("name", ["pipe", "folder", "zero\0byte"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="is not (a file|text)"):
+        with_table(run_of(csv=str(tmp_path / name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from harness.memory.steps import recorded_composition
@@ -96,11 +97,18 @@ def notes_of(memory: Row, files: Collection[str]) -> dict[str, list[int | None]]
 
 
 def residual_rows(recording: Recording, ranks: Collection[int | None]) -> list[Row]:
-    """What the driver counts for a rank's process beyond what its allocator reserves, at the end of the step where that
-    is most: CUDA context, NCCL's buffers, libraries. Only for rows that state both."""
+    """What the driver counts for a rank's process beyond what its allocator reserves, at the step where that is most:
+    CUDA context, NCCL's buffers, libraries. A sample is of any moment since the row before, so only steps count that
+    reserved the same at their begin, peak and end: the driver's bytes are then beside those that were reserved."""
     found = []
     for rank, rows in sorted(recording.steps.items()):
-        known = [row for row in rows if whole(row, "nvml_process_bytes") and whole(row, "reserved_bytes")]
+        known = [
+            row
+            for before, row in pairwise(rows)
+            if whole(row, "nvml_process_bytes")
+            and whole(row, "reserved_bytes")
+            and before.get("reserved_bytes") == row["reserved_bytes"] == row.get("peak_reserved_bytes")
+        ]
         if rank not in ranks or not known:
             continue
         most = max(known, key=lambda row: row["nvml_process_bytes"] - row["reserved_bytes"])

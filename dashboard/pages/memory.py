@@ -306,12 +306,13 @@ def residual(rows: data.Rows | None, ranks: Sequence[int | None]) -> None:
     found = memory_figures.residual_rows(rows.recording, ranks) if rows is not None else []
     if not found:
         st.caption(
-            "What the driver counts for a process (NVML) is known only of recordings on NVIDIA GPUs that say it."
+            "Known only where NVML, once a second, said what a process holds during a step in which its reserved bytes "
+            "stayed the same: not on a CPU, nor of runs that are short or grow in every step."
         )
         return
     st.caption(
         "NVML's bytes of the process less what its allocator reserves: CUDA context, NCCL buffers, libraries. "
-        "The step where that is most."
+        "The step where that is most, of those in which reserved bytes stayed the same."
     )
     headers = {
         "rank": "rank",

@@ -79,6 +79,13 @@ def test_driver_residual_is_what_the_process_has_beyond_what_is_reserved(open_pa
     assert shown["step"] == rows[beyond.index(max(beyond))]["step"]
 
 
+def test_driver_residual_is_unknown_where_reserved_bytes_grew_beside_the_sample(open_page):
+    """Its only samples are of first steps, when rank 1 ended with more reserved than the driver had counted before."""
+    app = opened(open_page, RECORDED, run="h200_collectives_record_stream", tab="Driver")
+    assert "in which its reserved bytes stayed the same" in said(app)
+    assert not any("residual_bytes" in frame.value.columns for frame in app.dataframe)
+
+
 def test_what_was_pending_when_most_was_is_named_by_its_site_and_adds_up(open_page, tmp_path):
     path = write_snapshot(tmp_path / "stacked" / "rank0_snapshot.pickle", pending=3, site="/home/me/send.py")
     device = analyse_device(read_snapshot(path).devices[0])

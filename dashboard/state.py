@@ -16,7 +16,7 @@ from dashboard.discover import Run, root, run_at
 from dashboard.store import Extract
 from harness.errors import InputError
 
-__all__ = ["PAGES", "choose_run", "current", "extract", "link", "offered", "root", "runs"]
+__all__ = ["PAGES", "choose_run", "current", "extract", "link", "offered", "root", "runs", "unread"]
 
 REFUSED = "refused"
 """Where the session keeps why the run of the URL cannot be shown."""
@@ -77,6 +77,12 @@ def current() -> Run:
 def extract(name: str) -> Extract:
     """An extract (`extracts.EXTRACTS`) of the chosen run; raises as `data.extract`."""
     return data.extract(root(), current(), name)
+
+
+def unread() -> list[dict[str, Any]]:
+    """Files of the chosen run that are missing or could not be read; how the run itself stands, Overview says."""
+    folder = str(current().path)
+    return [error for error in extract("report").values["errors"] if error["file"] != folder]
 
 
 def link(page: str, label: str, *, icon: str | None = None, **state: str | int | None) -> None:

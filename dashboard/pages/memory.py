@@ -51,6 +51,7 @@ def page() -> None:
     rows = data.rows(run)
     memory = state.extract("memory").values
     timeline = state.extract("timeline")
+    states.partial(state.unread())
     known = ranks_of(memory, rows)
     if not known:
         states.empty(

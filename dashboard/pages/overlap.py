@@ -50,7 +50,9 @@ def page() -> None:
     # There also when it is empty, so that what follows keeps its place on the page.
     slot = st.container()
     if under_way is None:
-        data.prepared(state.root(), run)  # which says what could not be read
+        data.prepared(state.root(), run)  # raises if nothing could be read
+        with slot:
+            states.partial(state.unread())
         moments = moments_of([head_of(str(folder)) for folder in preparing.lane_folders(target)])
     else:
         moments = moments_of([head_of(str(folder)) for folder in under_way.lanes()])

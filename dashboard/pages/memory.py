@@ -27,6 +27,7 @@ STRIPS_DRAWN = 6
 HEIGHTS = {1: 260, 2: 190}
 HEIGHT = 120
 RECORD = "meshscope run --module llama3 --config llama3_1b --recorder.memory.start 2 --recorder.memory.steps 2"
+RECORD_CPU = "meshscope run --module debug --config tiny"
 PEAKS = {"peak_allocated_bytes": "allocated", "peak_active_bytes": "active", "peak_reserved_bytes": "reserved"}
 
 
@@ -57,7 +58,7 @@ def page() -> None:
         states.empty(
             "Nothing here says what memory was held: no allocator snapshot (torch.cuda.memory._dump_snapshot, or a "
             "memory window of a recording on CUDA) and no step rows. Traces alone show time: see Overlap.",
-            RECORD,
+            RECORD_CPU if mode == "cpu" else RECORD,
         )
         return
     shown = choose(timeline, known)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from harness.doctor.checks import OLDEST_TORCH
 from harness.doctor.facts import TorchFacts
@@ -77,9 +79,9 @@ def examine(interpreter: Interpreter) -> Interpreter:
     except OSError as error:  # such as a script without an interpreter
         raise UnavailableError(f"{interpreter.path}: cannot be started: {error.strerror}") from None
     versions = _versions(done.stdout)
-    what = f"{interpreter.path}: Python {versions.get('python')}, torch {versions.get('torch')}"
-    if not versions:
+    if not versions.keys() >= {"python", "torch"}:
         raise UnavailableError(f"{interpreter.path}: is no Python that says its version ({_last(done.stderr)})")
+    what = f"{interpreter.path}: Python {versions.get('python')}, torch {versions.get('torch')}"
     if versions["torch"] is None:
         raise UnavailableError(f"{interpreter.path}: Python {versions['python']} has no torch")
     release = TorchFacts(version=versions["torch"]).release
@@ -95,11 +97,12 @@ def examine(interpreter: Interpreter) -> Interpreter:
 
 
 def _versions(output: str) -> dict[str, Any]:
+    """What the program said; libraries print, too, and what is no Python may say anything."""
     found: dict[str, Any] = {}
     for line in output.splitlines():
-        if line.startswith("{"):  # libraries print, too
-            found |= json.loads(line)
-    return found
+        with suppress(msgspec.DecodeError, RecursionError):
+            found |= msgspec.json.decode(line, type=dict[str, str | None])
+    return {name: value for name, value in found.items() if name in ("python", "torch", "cuda")}
 
 
 def _last(messages: str) -> str:

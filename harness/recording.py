@@ -163,6 +163,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(path, f"cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise InputError(path, f"is not a JSON object: {error}") from None
+    except RecursionError:
+        raise InputError(path, "is nested too deeply to be read") from None
     return value
 
 
@@ -239,7 +241,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[InputError]]:
         try:
             if line.strip():
                 rows.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             torn = not line.endswith(b"\n")
             reason = "the last line is torn and left out" if torn else f"a line is not a JSON object: {error}"
             errors.append(InputError(path, reason, offset))

@@ -236,7 +236,7 @@ def stated_by(manifest: Path) -> dict[str, Any]:
     try:
         # A pipe of that name would have no end.
         stated = msgspec.json.decode(manifest.read_bytes()) if manifest.is_file() else None
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return {}
     return stated if isinstance(stated, dict) else {}
 

@@ -28,7 +28,7 @@ from probes.knobs import Arm, Knob
 
 PLAN, BUILD = "experiment.json", "build.json"
 SCHEMA_VERSION = 1
-DEFAULT_PAIRS = 8
+DEFAULT_PAIRS, MOST_PAIRS = 8, 10_000
 MAX_RERUNS = 2
 """How often a voided pair runs again."""
 TRACE_WARMUP_STEPS = 1  # torch.profiler's own, tagged and left out

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from harness.errors import InputError
 from harness.nvml import SLOWING_REASONS, Gpu, NvmlError, read_machine, visible_gpus
 from harness.recording import read_json, write_json
 
@@ -21,6 +24,29 @@ ANSWER_S = 15.0
 # A power cap is how a GPU under load works by design: it is recorded, and voids nothing.
 VOIDING_REASONS = SLOWING_REASONS - {"software power cap"}
 MPS = "nvidia-cuda-mps"
+
+
+class _Gpu(msgspec.Struct):
+    """A GPU at one moment; clocks in MHz, power in W, None where NVML does not tell."""
+
+    uuid: str
+    index: int
+    sm_clock_mhz: float | None
+    clock_reasons: list[str] | None
+    temperature_c: float | None
+    power_w: float | None
+    processes: list[int] | None
+
+
+class _Sample(msgspec.Struct):
+    unix_ns: int
+    gpus: list[_Gpu]
+
+
+class _Surroundings(msgspec.Struct):
+    """What is read of surroundings.json."""
+
+    samples: list[_Sample] | None = None
 
 
 class Watch:
@@ -98,8 +124,14 @@ def write(trial: Path, watch: Watch) -> None:
 
 
 def read(trial: Path) -> dict[str, Any]:
-    """Raises `InputError` if they were not written: the trial did not come to its end."""
-    return read_json(path_of(trial))
+    """Raises `InputError` if they were not written, since the trial did not come to its end, or are none."""
+    path = path_of(trial)
+    document = read_json(path)
+    try:
+        msgspec.convert(document, _Surroundings)
+    except msgspec.ValidationError as error:
+        raise InputError(path, f"is not what a probe saw of its GPUs: {error}") from None
+    return document
 
 
 @contextmanager

@@ -50,10 +50,11 @@ def test_torn_last_line_is_left_out_and_reported_at_its_offset(tmp_path: Path) -
 
 def test_broken_line_in_the_middle_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"step": 0}\n\x00\x00garbage\n[1]\n{"step": 2}\n')
+    deep = b'{"a":' * 5000 + b"1" + b"}" * 5000
+    path.write_bytes(b'{"step": 0}\n\x00\x00garbage\n[1]\n{"step": 2}\n' + deep + b"\n")
     rows, errors = recording.read_jsonl(path)
     assert rows == [{"step": 0}, {"step": 2}]
-    assert [error.offset for error in errors] == [12, 22]
+    assert [error.offset for error in errors] == [12, 22, 38]
 
 
 def test_missing_rank_is_named(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from probes.engine import conduct
 from probes.experiment import (
     BUILD,
     DEFAULT_PAIRS,
+    MOST_PAIRS,
     SCHEMA_VERSION,
     Experiment,
     Known,
@@ -168,6 +169,7 @@ def plan(args: argparse.Namespace) -> Experiment:
     knob, values = _knob(args)
     arms = knob.arms(values)
     _require(args.repeats >= 2, f"--repeats {args.repeats} must be at least 2: one pair has no interval")
+    _require(args.repeats <= MOST_PAIRS, f"--repeats {args.repeats} must be at most {MOST_PAIRS:,}")
     _require(args.warmup >= 1, f"--warmup {args.warmup} must be at least 1: the first step is never like the others")
     _require(args.timeout > 0, f"--timeout {args.timeout:g} must be above 0")
     _require(args.seed >= 0, f"--seed {args.seed} must be 0 or above")

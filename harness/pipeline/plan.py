@@ -13,7 +13,6 @@ from harness.pipeline.lowering import lower
 from harness.pipeline.schedules import SCHEDULES, Schedule
 from harness.pipeline.split import Part, even_parts, parts_of, placed
 
-
 MOST_FORWARDS = 2**17
 """Of all stages in one pass of a schedule: 128 stages of 1,024 micro-batches. The whole table is made to predict a run,
 every rank's."""

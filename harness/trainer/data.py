@@ -237,6 +237,8 @@ class TextSamples:
             reason = f"is no JSON object with a string `text`: {error}"
         except msgspec.DecodeError as error:
             reason = f"is not JSON: {error}"
+        except RecursionError:
+            reason = "is nested too deeply to be read"
         raise InputError(self._path, f"line {self._line} {reason}")
 
     def state_dict(self) -> dict[str, Any]:

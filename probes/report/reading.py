@@ -14,7 +14,7 @@ from harness.modes import Start
 from harness.recording import Mode, read_json
 from probes.analysis import Analysis, MetricsOf, analyse, refused
 from probes.engine import survey
-from probes.experiment import BUILD, PLAN, SCHEMA_VERSION, Experiment, Known
+from probes.experiment import BUILD, MOST_PAIRS, PLAN, SCHEMA_VERSION, Experiment, Known
 from probes.knobs import KNOBS, Arm, Knob, variable_knob
 from probes.reduce import trial_metrics
 from probes.validity import RefusedError
@@ -59,6 +59,8 @@ def read_experiment(directory: Path) -> Experiment:
         raise InputError(path, f"is not the plan of an experiment: {error}") from None
     if not (plan.arms and plan.arms[0].name not in plan.not_run and plan.pairs >= 1):
         raise InputError(path, "is not the plan of an experiment: it has no arm to run")
+    if plan.pairs > MOST_PAIRS:
+        raise InputError(path, f"is not the plan of an experiment: {plan.pairs} pairs, {MOST_PAIRS:,} at most")
     start = Start(mode=plan.mode, why="as planned", rehearsed=plan.rehearsed_ranks, environment=plan.environment)
     return Experiment(
         directory=directory,

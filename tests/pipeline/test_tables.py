@@ -147,5 +147,5 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, content, message):
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UsageError, match="is not (a file|text)"):
+    with pytest.raises(UsageError, match=r"is not (a file|text)"):
         with_table(run_of(csv=str(tmp_path / name)))

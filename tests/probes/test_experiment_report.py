@@ -210,18 +210,35 @@ def test_page_that_cannot_be_written_is_said_before_a_trial(tmp_path, capsys, pl
         ({"schema_version": 99}, "has schema_version 99; this meshscope reads up to 1: update it"),
         ({"arms": "none"}, "is not the plan of an experiment"),
         ({"arms": []}, "it has no arm to run"),
+        ({"pairs": 10**9}, "1000000000 pairs, 10,000 at most"),
+        ({"deep": "DEEP"}, "is nested too deeply to be read"),
         ({"config": {"world_size": "many"}}, "is not the plan of an experiment"),
     ],
 )
 def test_plan_that_is_none_is_one_line(tmp_path, capsys, change, reason):
     planned = experiment(tmp_path, "PROBED=unset,a")
-    recording.write_json(tmp_path / "experiment.json", {**planned.to_json(), **change})
+    text = json.dumps({**planned.to_json(), **change})
+    (tmp_path / "experiment.json").write_text(text.replace('"DEEP"', "[" * 5000 + "]" * 5000))
 
     assert main(["report", str(tmp_path)]) == 3
 
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
     assert "experiment.json" in line
+
+
+@pytest.mark.parametrize("samples", [7, ["x"], [{"unix_ns": 1}], [{"unix_ns": 1, "gpus": [{"index": 0}]}]])
+def test_trial_with_garbled_surroundings_is_named_and_not_counted(tmp_path, capsys, samples):
+    planned = experiment(tmp_path, "PROBED=unset,a", "--repeats", "2")
+    write_all(planned, captures=False)
+    garbled = planned.trial_directory(planned.order()[0]) / "surroundings.json"
+    recording.write_json(garbled, {"reason": None, "samples": samples})
+
+    assert main(["report", str(tmp_path), "--json"]) == 4
+
+    said = capsys.readouterr()
+    assert f"{garbled}: is not what a probe saw of its GPUs" in said.err
+    assert 0 not in [trial["index"] for trial in json.loads(said.out)["trials"]]
 
 
 def test_report_needs_no_torch(tmp_path):

@@ -61,6 +61,7 @@ def test_old_torch_is_named_with_what_does_the_same_here(legacy):
     ("lines", "reason"),
     [
         (["exit 3"], "is no Python that says its version (it said nothing)"),
+        (["echo '{torn'", 'echo \'{"python": "3"}\'', "echo '[1]'"], "is no Python that says its version"),
         ([f'exec "{sys.executable}" -I -S "$@"'], "has no torch"),
     ],
 )

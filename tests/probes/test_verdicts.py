@@ -87,8 +87,9 @@ def test_rounds_of_several_arms_balance_a_drift(seed):
 
 
 def sample(*processes: int, reasons: tuple[str, ...] = (), at: int = 1003) -> dict:
-    gpu = {"index": 0, "processes": list(processes), "clock_reasons": list(reasons)}
-    return {"unix_ns": at, "gpus": [gpu]}
+    found = dict.fromkeys(("sm_clock_mhz", "temperature_c", "power_w"))
+    gpu = {"uuid": "GPU-0", "index": 0, "processes": list(processes), "clock_reasons": list(reasons)}
+    return {"unix_ns": at, "gpus": [found | gpu]}
 
 
 @pytest.mark.parametrize(

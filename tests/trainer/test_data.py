@@ -138,6 +138,7 @@ def test_synthetic_labels_are_the_next_tokens_or_ignored():
         (b"plain words", "line 3 is not JSON: JSON is malformed"),
         (b'{"text": "\xff"}', "line 3 is not JSON: Invalid UTF-8"),
         (b'{"text": "\\ud800"}', "line 3 is not JSON"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "line 3 is nested too deeply to be read"),
         (b'{"txt": "a"}', "line 3 is no JSON object with a string `text`: Object missing required field `text`"),
         (b'{"text": 7}', "line 3 is no JSON object with a string `text`: Expected `str`, got `int`"),
         (b'["a"]', "line 3 is no JSON object with a string `text`: Expected `object`, got `array`"),

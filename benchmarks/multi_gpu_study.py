@@ -303,10 +303,15 @@ def begin(args: argparse.Namespace, overrides: list[str]) -> Study:
     study.probes = [probe for probe in probes if probe.knob in knobs]
     if mode == "cpu":  # windows as short as they can be
         study.overrides = ["--recorder.trace.steps", "1", "--recorder.memory.steps", "1", *overrides]
+    for option, folder in (("--out", args.out), ("--work", args.work)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{option} {folder}: {error.strerror}: name another folder") from None
     if (args.work / STATE).exists():
         before = read_json(args.work / STATE)
-        if before["study"] != study.identity():
-            raise UsageError(f"--work {args.work} holds another study ({before['study']}): name a new folder")
+        if before.get("study") != study.identity():
+            raise UsageError(f"--work {args.work} holds another study ({before.get('study')}): name a new folder")
         study.steps = before["steps"]
     return study
 

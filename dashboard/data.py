@@ -6,6 +6,7 @@ every step of a live run), `measured` to both as `harness.compare` takes them.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 import streamlit as st
 
 from dashboard import preparing, store
-from dashboard.discover import Run, find_runs, fingerprint, links_out, run_at, trials_going_on
+from dashboard.discover import Run, files_of, find_runs, fingerprint, is_text, links_out, run_at, trials_going_on
 from dashboard.extracts import EXPERIMENT
 from dashboard.preparing import Preparation
 from dashboard.store import Extract
@@ -69,6 +70,10 @@ def preparation(root: Path, run: Run) -> tuple[Path, Preparation | None]:
         raise InputError(
             escaping[0], f"is a link that leads out of {root}: start the dashboard with a folder that holds both"
         )
+    nameless = next((path for path in files_of(run.path) if not is_text(str(path))), None)
+    if nameless is not None:
+        shown = os.fsencode(nameless).decode("utf-8", "backslashreplace")
+        raise InputError(shown, "has a name that is not UTF-8, which no page can show: rename it")
     cache, key = store.default_folder(), fingerprint(run, live=is_live(run))
     return cache / key, preparing.start(run, cache, key)
 

@@ -84,17 +84,29 @@ def name_below(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix()
 
 
+def is_text(name: str) -> bool:
+    """Whether a name can be in a URL: one whose bytes are not UTF-8 cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def find_runs(root: Path) -> tuple[list[Run], bool]:
-    """Everything to show below `root` (resolved), in natural order of the names, and whether all of it was searched.
+    """Everything to show below `root` (resolved), in natural order of the names, and whether all of it was searched:
+    neither very many folders nor those whose names are no text are.
 
     The folder of another tool is the one that holds its files, or `profiling/` (torchtitan's dump folder).
     """
     found: dict[Path, Run] = {}
+    whole = True
     for searched, (parent, folders, names) in enumerate(os.walk(root, followlinks=False)):
         if searched >= FOLDERS_SEARCHED:
             return ordered(found), False
         here = Path(parent)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in OWN_FOLDERS)
+        whole = whole and all(map(is_text, folders))
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in OWN_FOLDERS and is_text(n))
         if is_experiment(here):
             found[here] = run_at(root, name_below(root, here))
         elif is_recording(here):
@@ -107,7 +119,7 @@ def find_runs(root: Path) -> tuple[list[Run], bool]:
                 folders.clear()
         if len(here.relative_to(root).parts) >= DEPTH:
             folders.clear()
-    return ordered(found), True
+    return ordered(found), whole
 
 
 def is_input(path: Path) -> bool:

@@ -13,10 +13,12 @@ import gzip
 import json
 import shutil
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.errors import MeshscopeError
 from harness.recording import read_json, write_json
 from harness.sources import find_sources
 from harness.trace import analyse
@@ -26,11 +28,13 @@ TRACES, SNAPSHOTS = "profiling/traces/*/*_trace.json.gz", "profiling/memory_snap
 
 
 def trim(source: Path, target: Path, snapshots: set[int], names: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raises OSError for a folder that is not there, not writable or not new, ValueError for a damaged trace."""
+    """Raises OSError for a folder that is not there, not writable or not new, `InputError` for a damaged manifest,
+    ValueError, EOFError or zlib.error for a damaged trace."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*_trace.json.gz", "*.pickle", "checkpoints"))
     manifest = read_json(target / "manifest.json")
     kept = f"traces without host operators, snapshots of ranks {', '.join(map(str, sorted(snapshots)))}"
-    manifest["notes"] = [*manifest.get("notes", []), f"trimmed: {kept}"]
+    notes = manifest.get("notes")
+    manifest["notes"] = [*(notes if isinstance(notes, list) else []), f"trimmed: {kept}"]
     write_json(target / "manifest.json", manifest)
     for pickle in source.glob(SNAPSHOTS):
         if int(pickle.name.split("_")[0]) in snapshots:
@@ -38,14 +42,17 @@ def trim(source: Path, target: Path, snapshots: set[int], names: Sequence[tuple[
     for path in filter(Path.is_file, target.rglob("*")):
         path.write_bytes(_renamed(path.read_bytes(), names))
     for trace in source.glob(TRACES):
-        text = _renamed(_trimmed_trace(gzip.decompress(trace.read_bytes())), names)
+        text = _renamed(_trimmed_trace(trace), names)
         (target / trace.relative_to(source)).write_bytes(gzip.compress(text, mtime=0))
 
 
-def _trimmed_trace(text: bytes) -> bytes:
+def _trimmed_trace(path: Path) -> bytes:
     """The space after each colon stays: HTA finds the rank by it."""
-    trace = json.loads(text)
-    trace["traceEvents"] = [event for event in trace["traceEvents"] if event.get("cat") not in HOST_ONLY]
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not (isinstance(events, list) and all(isinstance(event, dict) for event in events)):
+        raise ValueError(f"{path} has no list of events")
+    trace["traceEvents"] = [event for event in events if event.get("cat") not in HOST_ONLY]
     return json.dumps(trace).encode()
 
 
@@ -70,22 +77,33 @@ def replacement(text: str) -> tuple[bytes, bytes]:
     return old, new
 
 
+def ranks(text: str) -> set[int]:
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are no ranks: give numbers such as 0,1")
+    return {int(word) for word in text.split(",")}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recording", type=Path)
     parser.add_argument("out", type=Path, help="a folder that is not there yet")
-    parser.add_argument("--snapshots", default="0", metavar="R,…", help="ranks whose snapshots are kept (default: 0)")
+    parser.add_argument(
+        "--snapshots", type=ranks, default="0", metavar="R,…", help="ranks whose snapshots are kept (default: 0)"
+    )
     parser.add_argument("--replace", type=replacement, action="append", default=[], metavar="OLD=NEW")
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there already: name a new folder")
+    problem: str | None = "interrupted"
     try:
-        trim(args.recording, args.out, {int(rank) for rank in args.snapshots.split(",")}, args.replace)
+        trim(args.recording, args.out, args.snapshots, args.replace)
         problem = None if overlap(args.recording) == overlap(args.out) else "its overlap would not be the same"
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError, MeshscopeError) as error:
         problem = str(error)
+    finally:
+        if problem:
+            shutil.rmtree(args.out, ignore_errors=True)
     if problem:
-        shutil.rmtree(args.out, ignore_errors=True)
         print(f"{args.recording}: {problem}; nothing is written", file=sys.stderr)
     return 3 if problem else 0
 

@@ -34,6 +34,14 @@ def call(work: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    done = call(tmp_path, "--budget-s", "5")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"--out {tmp_path / 'out'}: File exists: name another folder" in line
+
+
 def test_layouts_use_every_rank(study):
     for ranks in (2, 4, 8):
         layouts = study.layouts_of(ranks)

@@ -30,7 +30,9 @@ def page() -> None:
         return
     if not whole:
         st.warning(
-            "The folder is too large: the search ended early. Name a folder further down.", icon=":material/warning:"
+            "Not all of the folder is shown: it is very large (name a folder further down), or holds folders whose "
+            "names are not UTF-8 (rename them).",
+            icon=":material/warning:",
         )
     experiments = [summaries.experiment(run) for run in found if run.kind == "experiment"]
     if experiments:

@@ -1,8 +1,10 @@
 """Only what is in the folder is shown, whatever the URL or a link says."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +85,22 @@ def test_fingerprint_is_of_every_file_and_of_a_live_run_of_its_doubling(places):
     path = shown / "run" / "steps" / "rank0.jsonl"
     path.write_text(4 * path.read_text())
     assert fingerprint(run, live=True) != before_live
+
+
+@pytest.mark.parametrize("page", ["runs", "overview", "compare", "ab"])
+def test_names_that_are_no_text_cost_only_themselves(open_page, places, page):
+    shown = places[0]
+    nameless = Path(os.fsdecode(os.fsencode(shown) + b"/caf\xe9"))
+    shutil.copytree(shown / "run", nameless)
+    assert [run.name for run in find_runs(shown)[0]] == ["run"]
+    app = open_page(shown, page, run="run")
+    assert not app.exception
+    assert page != "runs" or "not UTF-8 (rename them)" in app.warning[0].value
+
+    nameless.rename(shown / "run" / nameless.name)
+    app = open_page(shown, page, run="run")
+    assert not app.exception
+    assert page != "overview" or "rename it" in app.error[0].value
 
 
 def test_search_ends(places, monkeypatch):

@@ -19,6 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from dashboard import files
 from dashboard.base import StatesBase
 from dashboard.charts import OKABE_ITO
+from dashboard.leaving import ForgetsLeftPages
 from harness.worker import die_with_parent
 
 ADDRESS = "127.0.0.1"
@@ -58,7 +59,7 @@ def main(port: int) -> None:
     trusted = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)
     app = st.App(
         Path(__file__).parent / "entry" / "script.py",
-        middleware=[trusted, Middleware(StatesBase)],
+        middleware=[trusted, Middleware(StatesBase), Middleware(ForgetsLeftPages)],
         routes=files.routes(),
     )
     app.run(config={**SETTINGS, "server.port": port})

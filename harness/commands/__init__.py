@@ -21,13 +21,15 @@ def add_cache_argument(parser: argparse.ArgumentParser) -> None:
 
 def require_page(path: Path) -> None:
     """For commands that take long: raises `UsageError` where no page could be written in the end."""
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    folder = next((parent for parent in path.absolute().parents if parent.exists()), path)  # `/` has no parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"--html {path}: no file can be written there; name another one")
 
 
 def write_page(path: Path, text: str) -> None:
     """Raises `InputError` if the file cannot be written."""
+    if path.is_dir():
+        raise InputError(path, "cannot be written: it is a folder")
     try:
         with atomic_path(path) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -194,7 +194,7 @@ def test_verdict_known_without_a_trial_has_a_page(tmp_path, capsys, monkeypatch)
     assert "no trial was needed" in found.text
 
 
-@pytest.mark.parametrize("place", ["folder", "file/page.html"])
+@pytest.mark.parametrize("place", ["/", "folder", "file/page.html"])
 def test_page_that_cannot_be_written_is_said_before_a_trial(tmp_path, capsys, place):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()

@@ -37,8 +37,8 @@ def choose(page, label, option):
 
 def test_from_the_list_to_both_arms_and_an_address_to_send(page, address, browser):
     page.goto(address)
-    drawn(page).get_by_role("link", name="Open experiment one").click()
-    page.wait_for_url(re.compile("/ab.*experiment=one"))
+    drawn(page).get_by_role("link", name="Open experiment growing").click()
+    page.wait_for_url(re.compile("/ab.*experiment=growing"))
     drawn(page)
     choose(page, "Experiment", "three")
     page.wait_for_url(re.compile("experiment=three"))

@@ -57,6 +57,7 @@ def peaks(recording: Recording) -> dict[int, int]:
 
 @pytest.fixture(scope="module")
 def loop(pool, tmp_path_factory) -> Recording:
+    pool.close()  # new workers: what checkpoints of the jobs before left in theirs would be tracked, too
     return record(pool, tmp_path_factory.mktemp("loop") / "functional", config("collectives"))
 
 

@@ -19,7 +19,7 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
+    if CHROMIUM is None:  # no Python package brings a browser; .ci/run installs it where it may
         pytest.skip("needs Chromium: apt-get install chromium")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))

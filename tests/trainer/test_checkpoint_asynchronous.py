@@ -58,7 +58,7 @@ def slow_file(directory: Path, completed_steps: int, rank: int) -> Iterator[None
     with open(partial / f"__{rank}_0.distcp", "wb+") as file:
         try:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        except OSError as error:
+        except OSError as error:  # overlay and network file systems may refuse, and nothing else blocks a real write
             pytest.skip(f"needs a file system with leases: {error}")
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # says that someone waits, and is ignored
         yield

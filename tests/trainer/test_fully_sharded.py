@@ -54,6 +54,7 @@ def one_step(mesh: DeviceMesh, layout: Parallelism.Config) -> Counter[tuple[str,
 @pytest.mark.parametrize("native", [True, False])
 def test_a_separate_group_carries_every_reduce_scatter_and_no_all_gather(fake_world, monkeypatch, native):
     if native and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+        # The other case, for torch 2.11 and 2.12, runs on every torch.
         pytest.skip("torch before 2.13 has no group of its own for reduce-scatters")
     if not native:
         monkeypatch.delattr(FSDPModule, "set_separate_reduce_scatter_group", raising=False)

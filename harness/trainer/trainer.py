@@ -53,15 +53,9 @@ class Trainer(config.Trainer):
     """
 
     def __init__(self, config: config.Trainer.Config, directory: Path) -> None:
-        config.validate()
-        validate_inputs(config)
         self.config = config
         self.directory = directory
-        self.device = local_device(config.training.device)
-        validate_device(config, self.device.type)
-        self.mode = mode_here(self.device)
-        if self.mode == "rehearsal":
-            validate_rehearsal(config)
+        self.device, self.mode = device_and_mode(config)
         if config.training.deterministic:
             use_deterministic_kernels()
         self.dims = ParallelDims.from_config(config)
@@ -225,6 +219,18 @@ class Trainer(config.Trainer):
         if self.model.positions is not None:
             tokens, labels = tokens[:, self.model.positions], labels[:, self.model.positions]
         return tokens.to(self.device), labels.to(self.device)
+
+
+def device_and_mode(config: config.Trainer.Config) -> tuple[torch.device, Mode | None]:
+    """Where this rank runs, once it is sure that `config` can run there. Raises as `harness.validation` does."""
+    config.validate()
+    validate_inputs(config)
+    device = local_device(config.training.device)
+    validate_device(config, device.type)
+    mode = mode_here(device)
+    if mode == "rehearsal":
+        validate_rehearsal(config)
+    return device, mode
 
 
 def local_device(wanted: str) -> torch.device:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from harness.config import Trainer
 from harness.config_json import to_dict
 from harness.trainer.legacy_streams import collective_memory
-from harness.trainer.trainer import DTYPES, local_device, mode_here, process_group
-from harness.validation import validate_device, validate_inputs, validate_rehearsal
+from harness.trainer.trainer import DTYPES, device_and_mode, process_group
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
@@ -27,15 +26,9 @@ class Workload(ABC):
     """
 
     def __init__(self, config: Trainer.Config, directory: Path) -> None:
-        config.validate()
-        validate_inputs(config)
         self.config = config
         self.directory = directory
-        self.device = local_device(config.training.device)
-        validate_device(config, self.device.type)
-        self.mode = mode_here(self.device)
-        if self.mode == "rehearsal":
-            validate_rehearsal(config)
+        self.device, self.mode = device_and_mode(config)
         self.dtype = DTYPES[config.training.mixed_precision_param]
 
     def train(self) -> list[float]:

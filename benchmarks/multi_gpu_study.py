@@ -9,6 +9,8 @@ is said. Every step is a `meshscope` command with a time limit of its own, whose
 goes on where the last one stopped (`WORK`, default runs/out/multi_gpu_study); `--out` gets what is worth keeping, up to
 `--archive-mb`: summary.json, summary.md, pages, verdicts and as many recordings as fit.
 
+`--predict --ranks N` only writes what the ledger says of all that, `predicted.json`; it needs no GPU.
+
 Mode real uses the GPUs there are, a power of two of them; one GPU is shared by four ranks (mode shared-gpu, NCCL by
 --nccl or $MESHSCOPE_NCCL); without one, or with --mode cpu, a debug model runs on two CPU ranks.
 """
@@ -29,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import study_summary
+from study_plan import MODELS, layouts_of, least_pairs, probes_of
 from study_summary import Layout, Probe
 
+from harness.cli import build_parser, split_overrides
 from harness.doctor.modes import usable_devices
 from harness.errors import (
     EXIT_FAILED,
@@ -41,10 +45,11 @@ from harness.errors import (
     UnavailableError,
     UsageError,
 )
+from harness.ledger.prediction import predict
+from harness.recipes.arguments import config_from
 from harness.recording import read_json, write_json
 from harness.text import one_line
 from probes.experiment import DEFAULT_PAIRS
-from probes.inference import MIN_PAIRS
 
 STATE = "state.json"
 SHARED_RANKS = 4
@@ -54,50 +59,8 @@ MOST_RANKS = 8
 ENDING_S = 40.0
 # Of the budget, for the summary and for copying what is kept.
 ENDING_SHARE, ENDING_MOST_S = 0.1, 120.0
-EXACT_PAIRS = 2
 START_S = 30.0
 """What a trial takes besides its steps, before any run has shown it."""
-CUDA_MODEL = ("--module", "llama3", "--config", "llama3_1b", "--training.seq_len", "2048")
-CPU_MODEL = ("--module", "debug", "--config", "tiny", "--model.n_layers", "1")
-COLLECTIVES = ("--module", "workloads", "--config", "collectives")
-
-
-def layouts_of(ranks: int) -> list[Layout]:
-    """Those of a power of two of ranks, most worth first."""
-    half = ranks // 2
-    found = [Layout(f"fsdp{half}_tp2", ranks, {"dp_shard": half, "tp": 2})] if ranks >= 4 else []
-    found.append(Layout(f"fsdp{ranks}", ranks, {"dp_shard": ranks, "tp": 1}))
-    found.append(Layout(f"tp{ranks}", ranks, {"dp_shard": 1, "tp": ranks}))
-    found.append(Layout(f"hsdp2x{half}", ranks, {"dp_replicate": 2, "dp_shard": half, "tp": 1}))
-    return found
-
-
-def probes_of(layouts: Sequence[Layout], on_cpu: bool) -> list[Probe]:
-    """Knobs and the layouts that they act on, most worth first; the first choice of arms that the budget allows."""
-    sharded = next(layout for layout in layouts if layout.name.startswith("fsdp") and "_" not in layout.name)
-    mixed = next((layout for layout in layouts if "_tp" in layout.name), None)
-    if on_cpu:
-        return [
-            Probe("fsdp.reshard", sharded, [["default", "never"]], metric="peak_allocated_bytes"),
-            Probe("threads", sharded, [["1", "2"]]),
-        ]
-    connections = [["unset", "1", "32"], ["unset", "1"]]
-    found = [
-        Probe("max_connections", sharded, connections),
-        Probe("record_streams", sharded, [["references", "record_stream"]], model=COLLECTIVES),
-        Probe("fsdp.reduce_scatter_group", sharded, [["shared", "separate"]]),
-        Probe("fsdp.reshard", sharded, [["default", "never"]]),
-        Probe("alloc_conf.expandable_segments", sharded, [["unset", "True"]], metric="peak_reserved_bytes"),
-    ]
-    return found + ([Probe("max_connections", mixed, connections)] if mixed else [])
-
-
-def least_pairs(arms: int, metric: str | None) -> int:
-    """Pairs without which no verdict but `no difference` is possible: the exact test of n pairs reaches p = 2·2⁻ⁿ at
-    best, which has to be below 5 % over the comparisons (Bonferroni). Peaks that repeat to the byte need no test."""
-    if metric in ("peak_allocated_bytes", "peak_reserved_bytes"):
-        return EXACT_PAIRS
-    return max(MIN_PAIRS, math.ceil(1 + math.log2((arms - 1) / 0.05)))
 
 
 @dataclass
@@ -127,9 +90,9 @@ class Study:
         return self.deadline - time.monotonic()
 
     def recipe(self, layout: Layout, model: Sequence[str] = ()) -> list[str]:
-        fields = {} if model else layout.parallelism
-        words = [word for name, value in fields.items() for word in (f"--parallelism.{name}", str(value))]
-        return [*(model or (CPU_MODEL if self.on_cpu else CUDA_MODEL)), "--nproc", str(layout.ranks), *words]
+        fields = {} if model else layout.fields
+        words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+        return [*(model or MODELS[self.mode]), "--nproc", str(layout.ranks), *words]
 
     def in_mode(self) -> list[str]:
         return ["--mode", self.mode, *(["--nccl", str(self.nccl)] if self.nccl else [])]
@@ -140,6 +103,20 @@ class Study:
     def identity(self) -> dict[str, Any]:
         """What may not change between calls that go on."""
         return {"mode": self.mode, "ranks": self.ranks, "overrides": self.overrides}
+
+    def predicted(self) -> dict[str, Any]:
+        """The part of the ledger that a later run can confirm or not."""
+        found = []
+        for layout in self.layouts:
+            words = [*self.recipe(layout), *self.overrides]
+            rest, fields = split_overrides(["run", *words])
+            config = config_from(build_parser("run").parse_args(rest, argparse.Namespace(overrides=fields)))
+            known = predict(config, "cpu" if self.on_cpu else "cuda").to_json()
+            names = ("rank", "peak_allocated_bytes", "at", "first_step_peak_allocated_bytes", "resident_bytes")
+            ranks = [{name: rank[name] for name in names} for rank in known["ranks"]]
+            what = {"name": layout.name, "arguments": words, "ranks": ranks}
+            found.append(what | {"communication": known["communication"]})
+        return {"schema_version": 1, "mode": "predicted", "layouts": found}
 
     def run(self) -> None:
         for layout in self.layouts:
@@ -280,7 +257,7 @@ def begin(args: argparse.Namespace, overrides: list[str]) -> Study:
     there is not, `InputError` for a state that cannot be read."""
     gpus, why = usable_devices()
     mode = args.mode or ("real" if gpus > 1 else "shared-gpu" if gpus else "cpu")
-    if mode != "cpu" and gpus < (2 if mode == "real" else 1):
+    if not args.predict and mode != "cpu" and gpus < (2 if mode == "real" else 1):
         raise UnavailableError(f"mode {mode}: {gpus} usable GPUs ({why or 'one is shared by --mode shared-gpu'})")
     usual = {"real": min(MOST_RANKS, 2 ** int(math.log2(max(gpus, 1)))), "shared-gpu": SHARED_RANKS, "cpu": CPU_RANKS}
     study = Study(
@@ -295,7 +272,7 @@ def begin(args: argparse.Namespace, overrides: list[str]) -> Study:
         overrides=overrides,
         retries=args.retry,
     )
-    layouts = layouts_of(study.ranks)
+    layouts = layouts_of(study.ranks, mode)
     probes = probes_of(layouts, study.on_cpu)
     named = chosen("layouts", args.layouts, [layout.name for layout in layouts])
     knobs = chosen("knobs", args.knobs, [probe.knob for probe in probes])
@@ -303,12 +280,12 @@ def begin(args: argparse.Namespace, overrides: list[str]) -> Study:
     study.probes = [probe for probe in probes if probe.knob in knobs]
     if mode == "cpu":  # windows as short as they can be
         study.overrides = ["--recorder.trace.steps", "1", "--recorder.memory.steps", "1", *overrides]
-    for option, folder in (("--out", args.out), ("--work", args.work)):
+    for option, folder in (("--out", args.out), *([] if args.predict else [("--work", args.work)])):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{option} {folder}: {error.strerror}: name another folder") from None
-    if (args.work / STATE).exists():
+    if not args.predict and (args.work / STATE).exists():
         before = read_json(args.work / STATE)
         if before.get("study") != study.identity():
             raise UsageError(f"--work {args.work} holds another study ({before.get('study')}): name a new folder")
@@ -330,10 +307,11 @@ def chosen(what: str, wanted: list[str] | None, known: Sequence[str]) -> list[st
 def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets what is worth keeping")
-    parser.add_argument("--budget-s", type=float, required=True, metavar="S", help="for all of this call")
+    parser.add_argument("--budget-s", type=float, default=None, metavar="S", help="for all of this call")
     parser.add_argument("--work", type=Path, default=Path("runs/out/multi_gpu_study"), metavar="DIR")
     parser.add_argument("--mode", choices=("real", "shared-gpu", "cpu"), help="default: what the GPUs allow")
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), help="default: by the GPUs there are")
+    parser.add_argument("--predict", action="store_true", help="only predict the layouts of --ranks")
     parser.add_argument("--layouts", type=names, metavar="L,…", help="only these (default: all of the ranks)")
     parser.add_argument("--knobs", type=names, metavar="K,…", help="only these (default: all of the mode)")
     parser.add_argument("--nccl", type=Path, default=os.environ.get("MESHSCOPE_NCCL"), metavar="PATH")
@@ -341,6 +319,10 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--retry", action="store_true", help="try again what failed in an earlier call")
     parser.add_argument("--archive-mb", type=float, default=50.0, metavar="MB", help="most that --out holds")
     args, overrides = parser.parse_known_args()
+    if args.predict:
+        args.budget_s = args.budget_s or 600.0
+    elif args.budget_s is None:
+        parser.error("--budget-s is required")
     for name in ("budget_s", "step_limit_s", "archive_mb"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
@@ -360,6 +342,9 @@ def main() -> int:
         say(f"error: {error}")
         return error.exit_code
     say(f"{study.ranks} ranks, mode {study.mode}: {', '.join(layout.name for layout in study.layouts)}")
+    if args.predict:
+        write_json(args.out / "predicted.json", study.predicted())
+        return EXIT_OK
     code = EXIT_OK
     try:
         study.run()

@@ -25,11 +25,11 @@ SAME_PCT = 0.1
 
 @dataclass(frozen=True)
 class Layout:
-    """`parallelism` are fields of the run's configuration of that name."""
+    """`fields` of the run's configuration, by their full names."""
 
     name: str
     ranks: int
-    parallelism: dict[str, int]
+    fields: dict[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Probe:
 
     @property
     def folder(self) -> str:
-        return f"probe-{self.knob}"
+        return self.step.partition(": ")[2].replace(" ", "-")
 
     @property
     def step(self) -> str:
-        return f"{self.layout.name}: probe {self.knob}"
+        return " ".join([f"{self.layout.name}: probe {self.knob}", *(["of", self.model[-1]] if self.model else [])])
 
 
 def step_seconds(recording: Path) -> tuple[float, int]:

@@ -1,6 +1,7 @@
 """`benchmarks/multi_gpu_study.py` on CPUs: what it chooses, its limits, a whole study, and going on."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.report import build
+from probes.inference import MIN_PAIRS
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "multi_gpu_study.py"
@@ -43,14 +45,18 @@ def test_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path):
 
 
 def test_layouts_use_every_rank(study):
-    for ranks in (2, 4, 8):
-        layouts = study.layouts_of(ranks)
+    for ranks, mode in ((2, "cpu"), (2, "real"), (4, "real"), (8, "real"), (8, "shared-gpu")):
+        layouts = study.layouts_of(ranks, mode)
         for layout in layouts:
-            degrees = layout.parallelism
-            assert degrees.get("dp_replicate", 1) * degrees["dp_shard"] * degrees["tp"] == ranks
+            degrees = [n for name, n in layout.fields.items() if name.startswith("parallelism.") and isinstance(n, int)]
+            assert math.prod(degrees) == ranks
         assert len({layout.name for layout in layouts}) == len(layouts)
-    assert [layout.name for layout in study.layouts_of(8)] == ["fsdp4_tp2", "fsdp8", "tp8", "hsdp2x4"]
-    assert [probe.layout.name for probe in study.probes_of(study.layouts_of(4), False)] == [*["fsdp4"] * 5, "fsdp2_tp2"]
+    tail = "_fsdp2_tp2"
+    names = ["fsdp4_tp2", "fsdp8", "tp8", *(f"{name}{tail}" for name in ("hsdp2", "cp2", "cp2_ring"))]
+    assert [layout.name for layout in layouts] == [*names, *(f"pp2_{name}{tail}" for name in ("1f1b", "zbv"))]
+    probes = study.probes_of(study.layouts_of(4, "real"), False)
+    assert [probe.layout.name for probe in probes] == [*["fsdp4"] * 6, "fsdp2_tp2"]
+    assert len({probe.step for probe in probes}) == len(probes)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_fewest_pairs_can_reach_a_verdict(study, arms, metric, pairs):
     """The exact p of n pairs of one sign is 2·2⁻ⁿ; with one pair less it is above 5 % shared by the comparisons."""
     assert study.least_pairs(arms, metric) == pairs
     if metric is None:
-        assert 2 * 2.0**-pairs <= 0.05 / (arms - 1) < 2 * 2.0 ** -(pairs - 1) or pairs == study.MIN_PAIRS
+        assert 2 * 2.0**-pairs <= 0.05 / (arms - 1) < 2 * 2.0 ** -(pairs - 1) or pairs == MIN_PAIRS
 
 
 def test_plans_of_all_modes_are_ones_that_can_run(study, tmp_path):
@@ -71,14 +77,14 @@ def test_plans_of_all_modes_are_ones_that_can_run(study, tmp_path):
 
     for mode, ranks in (("real", 8), ("real", 4), ("real", 2), ("shared-gpu", 4), ("cpu", 2)):
         planned = study.Study(mode, ranks, tmp_path, time.monotonic() + 1e6, 900, 8, 40, None, [])
-        for layout in study.layouts_of(ranks):
-            for probe in [None, *study.probes_of([*study.layouts_of(ranks)], mode == "cpu")]:
+        for layout in study.layouts_of(ranks, mode):
+            for probe in [None, *study.probes_of(study.layouts_of(ranks, mode), mode == "cpu")]:
                 model = probe.model if probe else ()
                 words = ["run", *planned.recipe(probe.layout if probe else layout, model)]
                 rest, overrides = split_overrides(words)
                 args = build_parser("run").parse_args(rest, study.argparse.Namespace(overrides=overrides))
                 assert config_from(args).world_size == ranks
-            for probe in study.probes_of(study.layouts_of(ranks), mode == "cpu"):
+            for probe in study.probes_of(study.layouts_of(ranks, mode), mode == "cpu"):
                 knob, _ = find_knob(probe.knob)
                 for arms in probe.choices:
                     assert len(knob.arms(arms)) == len(arms)
@@ -92,6 +98,18 @@ def test_command_is_ended_at_its_limit(study, tmp_path):
     assert code is None
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in path.read_bytes()]
     assert left == []
+
+
+def test_predictions_can_be_written_without_a_gpu(tmp_path):
+    done = call(tmp_path, "--mode", "real", "--ranks", "2", "--predict", "--layouts", "fsdp2,pp2_1f1b")
+
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    found = json.loads((tmp_path / "out" / "predicted.json").read_text())["layouts"]
+    assert [layout["name"] for layout in found] == ["fsdp2", "pp2_1f1b"]
+    pipeline = found[1]
+    assert [rank["rank"] for rank in pipeline["ranks"]] == [0, 1]
+    assert all(rank["peak_allocated_bytes"] > 2**30 for layout in found for rank in layout["ranks"])
+    assert {row["kind"] for row in pipeline["communication"]} >= {"send", "recv"}
 
 
 @pytest.mark.distributed
@@ -151,7 +169,7 @@ def test_whole_study_and_going_on_with_it(tmp_path):
     ("words", "code", "reason"),
     [
         (["--budget-s", "0"], 2, "--budget-s must be above 0"),
-        (["--budget-s", "9", "--layouts", "fsdp3"], 2, "--layouts fsdp3: there are fsdp2, tp2, hsdp2x1"),
+        (["--budget-s", "9", "--layouts", "fsdp3"], 2, "--layouts fsdp3: there are fsdp2, tp2, hsdp2, cp2, cp2_ring"),
         (["--budget-s", "9", "--knobs", "nccl"], 2, "--knobs nccl: there are fsdp.reshard, threads"),
         (["--budget-s", "9", "training.steps", "3"], 2, "are given as --section.field VALUE"),
     ],
@@ -165,7 +183,7 @@ def test_what_cannot_be_is_one_line(tmp_path, words, code, reason):
 
 def test_verdicts_are_those_of_the_probes(study, tmp_path):
     """A finished probe, one whose verdict is known without a trial, and one that ended without a word."""
-    layout = study.Layout("fsdp2", 2, {"dp_shard": 2, "tp": 1})
+    layout = study.Layout("fsdp2", 2, {"parallelism.dp_shard": 2})
     probes = [study.Probe(knob, layout, [["1", "2"]]) for knob in ("threads", "record_streams", "fsdp.reshard")]
     metric = {"arm": "2", "metric": "step_wall_ns", "a": 10, "b": 9, "effect": -10.0, "ci_low": -12.0, "ci_high": -8.0}
     said = {

@@ -146,7 +146,7 @@ class Optimizer:
         eps: float = 1e-8
         weight_decay: float = 0.1
         implementation: Literal["auto", "fused", "foreach"] = "auto"
-        """AdamW kernel; `auto` is fused on CUDA and foreach on CPU."""
+        """AdamW kernel; `auto` is fused on CUDA, with `training.cpu_offload` too, and foreach on CPU."""
         warmup_steps: int = 0
         """Steps over which the learning rate rises linearly to `lr`."""
         schedule: Literal["constant", "cosine"] = "constant"
@@ -201,6 +201,9 @@ class Training:
         mixed_precision_param: DType = "bfloat16"
         """Dtype of gathered parameters and of compute; shards, optimizer states and reductions are float32."""
         mixed_precision_reduce: DType = "float32"
+        cpu_offload: bool = False
+        """CUDA only: parameters, gradients and optimizer states stay in host memory, where AdamW runs; FSDP2 copies a
+        shard to the GPU for each all-gather, and each reduced gradient back."""
         max_norm: float = 1.0
         """Gradients are clipped to this global 2-norm."""
         seed: int = 0

@@ -243,6 +243,10 @@ def _validate_workload(config: Trainer.Config) -> None:
                 getattr(config, name) == getattr(Trainer.Config(), name),
                 f"{name}: nothing of it acts on workload={workload}: leave it at its default",
             )
+    _require(
+        workload == "training" or not config.training.cpu_offload,
+        f"training.cpu_offload=true: workload={workload} has no parameters to keep in host memory; leave it out",
+    )
     for name, value in {
         **{f"collectives.{n}": getattr(loop, n) for n in ("iterations", "rows", "dim")},
         **{f"point_to_point.{n}": getattr(line, n) for n in ("sends", "activation_mib")},
@@ -267,6 +271,10 @@ def validate_device(config: Trainer.Config, device: str) -> None:
     _require(
         device == "cuda" or policy == "references",
         f"training.collective_memory={policy} needs CUDA: on CPUs no allocator waits for streams; leave it out",
+    )
+    _require(
+        device == "cuda" or not config.training.cpu_offload,
+        "training.cpu_offload=true needs CUDA: on CPUs parameters are in host memory already; leave it out",
     )
 
 

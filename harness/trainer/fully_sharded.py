@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from harness.config import Parallelism
@@ -31,19 +31,23 @@ def fully_shard_decoder(
     reduce_dtype: torch.dtype,
     policy: ReshardPolicy,
     head_in_chunks: bool = False,
+    cpu_offload: bool = False,
 ) -> None:
     """Wraps embedding, every layer, and norm with head as one unit each; then the root, which owns nothing itself.
 
     A tied embedding belongs to the unit of the head: one parameter cannot be in two. The last unit is needed first in
     backward: `default` keeps it gathered, unless with `head_in_chunks` the head runs apart, later. A two-dimensional
     mesh replicates over its first axis (HSDP), one of a single rank installs mixed precision only. Gradients are
-    summed, not averaged: the loss is already divided by the valid tokens of all ranks.
+    summed, not averaged: the loss is already divided by the valid tokens of all ranks. With `cpu_offload` shards and
+    their gradients are in host memory, and the parameters have to be materialised there.
     """
     # DTensor.to_local gives a view; nothing here writes to a unit's output in place, which is what this is about.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+        # Pinned memory is the GPU's to copy from and to.
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
     }
     free = policy != "never"
     tied = model.config.tied_embeddings

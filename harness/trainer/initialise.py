@@ -19,8 +19,9 @@ CHUNK = 1 << 22
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
-    """Fills every parameter of `model`, sharded or not, and its buffers.
+def initialise(model: Decoder, seed: int, device: torch.device | None = None) -> None:
+    """Fills every parameter of `model`, sharded or not, and its buffers, which come to `device`, where the values of
+    parameters are computed wherever these are; by default everything stays where it is.
 
     Normal with standard deviation 0.02, divided by sqrt(2·layers) where a branch re-enters the residual stream
     (GPT-2's rule); norms are ones.
@@ -33,18 +34,20 @@ def initialise(model: Decoder, seed: int) -> None:
         else:
             std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
             key = int(_mix(torch.tensor((seed << 32) ^ zlib.crc32(name.encode()))))
-            _fill_normal(local, _offset(parameter), parameter.shape[1], std, key)
-    model.recompute_buffers()
+            _fill_normal(local, _offset(parameter), parameter.shape[1], std, key, device or local.device)
+    model.recompute_buffers(device)
 
 
-def _fill_normal(local: torch.Tensor, offset: tuple[int, int], columns: int, std: float, key: int) -> None:
+def _fill_normal(
+    local: torch.Tensor, offset: tuple[int, int], columns: int, std: float, key: int, device: torch.device
+) -> None:
     """Box-Muller over two hashes of each element's index in the full, row-major matrix of `columns` columns."""
     row, column = offset
     rows_at_once = max(1, CHUNK // max(1, local.shape[1]))
-    across = torch.arange(column, column + local.shape[1], device=local.device)
+    across = torch.arange(column, column + local.shape[1], device=device)
     for start in range(0, local.shape[0], rows_at_once):
         part = local[start : start + rows_at_once]
-        down = torch.arange(row + start, row + start + part.shape[0], device=local.device)
+        down = torch.arange(row + start, row + start + part.shape[0], device=device)
         index = (down[:, None] * columns + across) * 2 + key
         radius = _uniform(index).log_().mul_(-2).sqrt_()
         part.copy_(radius.mul_(_uniform(index + 1).mul_(2 * math.pi).cos_()).mul_(std))

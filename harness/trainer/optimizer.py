@@ -34,8 +34,9 @@ def build_optimizer(
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
     """Scales all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, 0-d float32.
 
-    One all-reduce of one float32 per mesh axis of several ranks. A gradient that is replicated on an axis is
-    counted once: its square is divided by the size of that axis before the sum.
+    One all-reduce of one float32 per mesh axis of several ranks, on the mesh's device wherever the gradients are. A
+    gradient that is replicated on an axis is counted once: its square is divided by the size of that axis before the
+    sum.
     """
     local, share = [], []
     for parameter in parameters:
@@ -50,12 +51,12 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: D
         local.append(grad)
         share.append(1.0 / copies)
     norms = torch.stack(torch._foreach_norm(local))
-    total = norms.square_().mul_(torch.tensor(share, device=norms.device)).sum()
+    total = norms.square_().mul_(torch.tensor(share, device=norms.device)).sum().to(mesh.device_type)
     for axis in mesh.mesh_dim_names or ():
         group = axis_group(mesh, axis)
         if group is not None:
             dist.all_reduce(total, group=group)
     total.sqrt_()
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    torch._foreach_mul_(local, scale)
+    torch._foreach_mul_(local, scale.to(norms.device))
     return total

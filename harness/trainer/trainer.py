@@ -150,11 +150,12 @@ class Trainer(config.Trainer):
                 # The schedule says what is gathered from one micro-batch to the next.
                 policy=layout.reshard_after_forward if self.plan is None else "never",
                 head_in_chunks=training.loss_chunks > 1,
+                cpu_offload=training.cpu_offload,
             )
             set_fsdp_communication(root, data_mesh(self.mesh), layout)
-        model.to_empty(device=self.device)
+        model.to_empty(device="cpu" if training.cpu_offload else self.device)
         model.tie_embeddings()
-        initialise(model, training.seed)
+        initialise(model, training.seed, self.device)
         if self.plan is not None:
             self.pipeline = Pipeline(self.plan, model, roots, self.config, self.mesh, self.device, recorder)
         elif training.loss_chunks > 1:

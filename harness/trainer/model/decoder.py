@@ -43,10 +43,9 @@ class Decoder(config.Decoder, nn.Module):
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_embeddings()
-        self.register_buffer("rotary", self._rotary_table(), persistent=False)
+        self.register_buffer("rotary", self._rotary_table(torch.get_default_device()), persistent=False)
 
-    def _rotary_table(self) -> torch.Tensor:
-        device = self.rotary.device if "rotary" in self._buffers else torch.get_default_device()
+    def _rotary_table(self, device: torch.device) -> torch.Tensor:
         table = rotary_table(self.seq_len, self.config.head_dim, self.config.rope_theta, device)
         return table if self.positions is None else table[self.positions.to(device)]
 
@@ -68,9 +67,9 @@ class Decoder(config.Decoder, nn.Module):
         part.register_buffer("rotary", self.rotary, persistent=False)
         return part
 
-    def recompute_buffers(self) -> None:
-        """Fills what `to_empty` left undefined and no checkpoint holds."""
-        self.rotary = self._rotary_table()
+    def recompute_buffers(self, device: torch.device | None = None) -> None:
+        """Fills what `to_empty` left undefined and no checkpoint holds, on `device` or where it is."""
+        self.rotary = self._rotary_table(device or self.rotary.device)
 
     def forward(self, tokens: torch.Tensor, *, head: bool = True) -> torch.Tensor:
         """tokens: int64 [batch, seq] (or hidden states where the embedding is absent); returns logits

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.context_parallel import Exchange, LoadBalance
+from harness.float8 import Float8
 from harness.pipeline.config import Pipeline
 from harness.workloads.config import Collectives, PointToPoint, WorkloadName
 
@@ -287,6 +288,7 @@ class Trainer:
         parallelism: Parallelism.Config = field(default_factory=Parallelism.Config)
         pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
         activation_checkpoint: ActivationCheckpoint.Config = field(default_factory=ActivationCheckpoint.Config)
+        float8: Float8.Config = field(default_factory=Float8.Config)
         training: Training.Config = field(default_factory=Training.Config)
         optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
         data: Data.Config = field(default_factory=Data.Config)

@@ -10,6 +10,7 @@ from harness.checkpoints import find_checkpoint, read_header
 from harness.config import Decoder, Parallelism, Trainer
 from harness.context_parallel import chunks as chunks_of_rank
 from harness.errors import UsageError
+from harness.float8 import require_float8, require_float8_on
 from harness.limits import require_possible
 from harness.pipeline.actions import each_step
 from harness.pipeline.plan import plan
@@ -30,7 +31,7 @@ POSITIVE_TRAINING = (
 )
 
 USED_BY: dict[WorkloadName, tuple[str, ...]] = {
-    "training": ("model", "parallelism", "activation_checkpoint", "optimizer", "data", "checkpoint"),
+    "training": ("model", "parallelism", "activation_checkpoint", "float8", "optimizer", "data", "checkpoint"),
     "collectives": ("collectives",),
     "point_to_point": ("point_to_point",),
 }
@@ -81,6 +82,7 @@ def validate(config: Trainer.Config) -> None:
     require_pipeline(config)
     _require_checkpointing(config)
     _require_chunks(config)
+    require_float8(config)
     tp = layout.tp
     _require(
         model.dim % model.n_heads == 0,
@@ -266,7 +268,8 @@ def _validate_workload(config: Trainer.Config) -> None:
 
 
 def validate_device(config: Trainer.Config, device: str) -> None:
-    """Raises `UsageError` for what does nothing on `device`, cuda or cpu, once that is known."""
+    """Raises `UsageError` for what does nothing on `device`, cuda or cpu, once that is known, and `UnavailableError`
+    for a package that is missing here."""
     policy = config.training.collective_memory
     _require(
         device == "cuda" or policy == "references",
@@ -276,6 +279,7 @@ def validate_device(config: Trainer.Config, device: str) -> None:
         device == "cuda" or not config.training.cpu_offload,
         "training.cpu_offload=true needs CUDA: on CPUs parameters are in host memory already; leave it out",
     )
+    require_float8_on(config, device)
 
 
 def validate_rehearsal(config: Trainer.Config) -> None:

@@ -69,6 +69,7 @@ class Recorder(harness_config.Recorder):
     tokens_per_step: tokens of this rank's data in a step, those that all devices of its model-parallel group share.
     devices_per_token: how many devices (tp · pp · cp) share these tokens; tokens/s, TFLOP/s and MFU are per device.
     flops_per_token: of the model, forward and backward, without recomputation.
+    no_peak: why the device's datasheet peak is none for this program; MFU is then null unless `peak_tflops` is set.
     first_step: the number of the first step: how many a training that goes on from a checkpoint has completed.
 
     On an exception inside `with Recorder` or `step()` (out of memory, interruption and SIGTERM included) it writes
@@ -91,6 +92,7 @@ class Recorder(harness_config.Recorder):
         flops_per_token: int | None = None,
         devices_per_token: int = 1,
         first_step: int = 0,
+        no_peak: str | None = None,
     ) -> None:
         if mode is not None and mode not in MODES:
             raise UsageError(f"recorder mode {mode!r} is none of {', '.join(MODES)}")
@@ -106,7 +108,7 @@ class Recorder(harness_config.Recorder):
         self._rehearses = alone
         self._files = RankFiles(self.directory, self.rank, leads=self.rank == 0 or alone)
         self._tokens_per_step = tokens_per_step
-        peak = device_peak(self.device, config.peak_tflops)
+        peak = device_peak(self.device, config.peak_tflops, no_peak)
         self._rows = Rows(
             self._files,
             Throughput(
@@ -224,6 +226,10 @@ class Recorder(harness_config.Recorder):
             raise UsageError("recorder.log() belongs inside `with recorder.step():`")
         self._step.tokens = tokens if tokens is not None else self._step.tokens
         self._step.log({"loss": loss, "grad_norm": grad_norm, **scalars})
+
+    def about(self, **facts: Any) -> None:
+        """What else there is to know of this rank's program, JSON values, in ranks/rank{r}.json under their names."""
+        self._write_rank(**facts)
 
     def close(self) -> None:
         """Writes the last row, open windows and the end state. Further calls do nothing.

@@ -30,17 +30,19 @@ DATASHEET_TFLOPS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """Both None where no peak is known: MFU is then unknown too, never measured against a guess."""
+    """`tflops` is None where no peak is known: MFU is then unknown too, never measured against a guess. `source` says
+    where the peak is from, or why there is none."""
 
     tflops: float | None = None
     source: str | None = None
 
 
-def device_peak(device: torch.device, configured_tflops: float | None) -> Peak:
+def device_peak(device: torch.device, configured_tflops: float | None, no_peak: str | None = None) -> Peak:
+    """`no_peak`: why that of the datasheet is none for what runs."""
     if configured_tflops is not None:
         return Peak(tflops=configured_tflops, source="recorder.peak_tflops")
-    if device.type != "cuda":
-        return Peak()
+    if no_peak is not None or device.type != "cuda":
+        return Peak(source=no_peak)
     return datasheet_peak(torch.cuda.get_device_name(device))
 
 

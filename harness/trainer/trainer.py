@@ -25,6 +25,7 @@ from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.chunked_loss import ChunkedLoss
 from harness.trainer.context_parallel import ContextParallel
 from harness.trainer.data import build_batches
+from harness.trainer.float8 import NO_PEAK, convert_linears
 from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
 from harness.trainer.initialise import initialise
 from harness.trainer.legacy_streams import collective_memory
@@ -43,8 +44,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer(config.Trainer):
-    """One rank of a run: meta model → its stages → tensor and context parallel → activation checkpointing → FSDP2 →
-    materialise → initialise → optimizer → steps.
+    """One rank of a run: meta model → its stages → float8 → tensor and context parallel → activation checkpointing →
+    FSDP2 → materialise → initialise → optimizer → steps.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK); without it, it is the only rank. With
     MESHSCOPE_MODE=rehearsal it is that rank of a world whose other ranks are not there: every step allocates what it
@@ -90,6 +91,7 @@ class Trainer(config.Trainer):
                 tokens_per_step=self.config.tokens_per_step,
                 flops_per_token=self.config.model.flops_per_token(training.seq_len),
                 devices_per_token=self.dims.tp * self.dims.cp * self.dims.pp,
+                no_peak=None if self.config.float8.recipe == "none" else NO_PEAK,
             )
             dp_rank, dp_size = self.dims.data_rank(self.mesh), self.dims.dp_replicate * self.dims.dp_shard
             with (
@@ -133,6 +135,8 @@ class Trainer(config.Trainer):
             model = self.config.model.build(seq_len=training.seq_len)
         if self.plan is not None:
             model = own_part(model, self.plan, self.mesh.get_local_rank("pp"))
+        if (float8 := convert_linears(model, self.config, self.device)) is not None:
+            recorder.about(float8=float8)
         if self.dims.tp > 1:
             shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel, async_op=layout.tp_async)
         if self.context is not None:

@@ -266,6 +266,9 @@ class PhasePeaks:
     def log(self, **values: object) -> None:
         """Losses are not looked at here."""
 
+    def about(self, **facts: object) -> None:
+        """What the program is like is known here."""
+
     def watch(self, model: object, optimizer: object) -> None:
         """What was allocated before the first step is known already."""
 

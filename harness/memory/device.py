@@ -14,6 +14,7 @@ from harness.memory.replay import Lives, Timeline, final_levels, follow_blocks, 
 from harness.memory.snapshot import Action, Device
 from harness.memory.stacking import Stacking, measure_stacking
 from harness.memory.trace_events import DeviceEvents
+from harness.memory.units import UnitBytes, held_bytes, unit_bytes
 from harness.text import counted, size
 
 UNITS_NOTE = (
@@ -53,6 +54,8 @@ class DeviceSummary:
     pending: list[Share]
     pending_us: int | None
     ranges: list[tuple[int | str, int, int | None]]
+    unit_bytes: UnitBytes
+    held_bytes: dict[tuple[str, str], int]
 
 
 def analyse_device(device: Device) -> DeviceAnalysis:
@@ -82,6 +85,8 @@ def summarise(item: DeviceAnalysis) -> DeviceSummary:
         pending=item.pending,
         pending_us=item.pending_us,
         ranges=sorted([*steps, *phases], key=lambda found: found[1]),
+        unit_bytes=unit_bytes(device, lives),
+        held_bytes=held_bytes(device),
     )
 
 

@@ -20,6 +20,7 @@ from harness.trace.classify import Groups, full_bytes
 from harness.trace.events import MISSING, Trace, read_trace
 from harness.trace.host import host_activity
 from harness.trace.pipeline import MeasuredAction, actions_of
+from harness.trace.ranges import HostRange, host_ranges
 from harness.trace.steps import Step, step_of_each, steps_of
 from harness.trace.units import Unit, unit_of_each
 
@@ -81,6 +82,7 @@ class Capture:
     order: int = 0
     world_size: int | None = None
     pipeline: list[MeasuredAction] = field(default_factory=list)
+    ranges: list[HostRange] = field(default_factory=list)
 
     @property
     def worker(self) -> str:
@@ -213,6 +215,7 @@ def capture_of(file: SourceFile, trace: Trace, mesh: Mesh | None = None) -> Capt
         incomplete={step.number: CUT for step in steps[-1:] if is_cut(trace, step)},
         world_size=trace.world_size,
         pipeline=actions_of(trace, activities[0], steps),
+        ranges=host_ranges(trace),
     )
 
 

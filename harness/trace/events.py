@@ -25,7 +25,7 @@ MISSING = np.iinfo(np.int64).min
 EXACT_FLOAT_US = 2.0**43
 # Far beyond any clock's time in µs; sums and differences of three such times still fit int64 nanoseconds.
 MAX_US = 2.0**51
-READ_ANNOTATIONS = ("ProfilerStep#", "FSDP::", "AC::", "PP:", "comm:", "gloo:")
+READ_ANNOTATIONS = ("ProfilerStep#", "FSDP::", "AC::", "PP:", "comm:", "gloo:", "Optimizer.step#")
 LARGEST_RANK = 10**7 - 1  # as a file's name may say it
 
 Time = int | float | str | None
@@ -271,7 +271,7 @@ class _Reader:
     def _device_or_annotation(self, event: Event, cat: str) -> None:
         name = event.name or ""
         if cat == "annotation":
-            if name.startswith(READ_ANNOTATIONS) or name in ("forward", "backward"):
+            if name.startswith(READ_ANNOTATIONS) or name in ("forward", "backward", "optimizer"):
                 self._annotation(event, name)
             return
         args = event.args or Args()

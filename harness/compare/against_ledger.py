@@ -38,6 +38,7 @@ DECIDES_MEMORY = {
         "seq_len",
         "mixed_precision_param",
         "mixed_precision_reduce",
+        "cpu_offload",
     ),
     "optimizer": ("implementation",),
 }

@@ -45,6 +45,16 @@ class Held:
     widens: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """What CPU offload copies a step and rank: each all-gather's shard to the device, each reduced one to the host, all
+    of the shard's float32."""
+
+    to_device_bytes: int
+    to_host_bytes: int
+    pipeline_rank: int | None = None
+
+
 def collectives(config: Trainer.Config) -> list[Collective]:
     """One entry per purpose; axes of one rank communicate nothing."""
     degrees = {
@@ -55,15 +65,39 @@ def collectives(config: Trainer.Config) -> list[Collective]:
         "pp": config.parallelism.pp,
     }
     found: list[Collective] = []
-    if config.parallelism.pp == 1:
-        found = _of_rank(config, [Held(whole(config.model.n_layers))])
-    else:
-        pipeline = plan(config)
-        for rank, row in enumerate(pipeline.actions):
-            held = [_held(pipeline, stage, row) for stage in pipeline.stages_of(rank)]
-            own = [*_of_rank(config, held), *_transfers(config, row)]
-            found += [replace(c, pipeline_rank=rank) for c in own]
+    for rank, held in _held_by_rank(config).items():
+        own = _of_rank(config, held)
+        if rank is not None:
+            own += _transfers(config, plan(config).actions[rank])
+        found += [replace(c, pipeline_rank=rank) for c in own]
     return [c for c in found if c.count and degrees[c.dimension] > 1]
+
+
+def host_copies(config: Trainer.Config) -> list[HostCopies]:
+    """None without CPU offload. A rank whose rows are fewer than others' copies as many to the device, padded."""
+    if not config.training.cpu_offload:
+        return []
+    training, found = config.training, []
+    for rank, held in _held_by_rank(config).items():
+        of_kind = {"all_gather": 0, "reduce_scatter": 0}
+        for c in _data_parallel(config, held):
+            if c.kind in of_kind:
+                of_kind[c.kind] += c.bytes
+        gathered = of_kind["all_gather"] // DTYPE_BYTES[training.mixed_precision_param]
+        reduced = of_kind["reduce_scatter"] // DTYPE_BYTES[training.mixed_precision_reduce]
+        found.append(HostCopies(4 * gathered // config.fsdp_shards, 4 * reduced // config.fsdp_shards, rank))
+    return found
+
+
+def _held_by_rank(config: Trainer.Config) -> dict[int | None, list[Held]]:
+    """Of each pipeline rank; None where there is no pipeline."""
+    if config.parallelism.pp == 1:
+        return {None: [Held(whole(config.model.n_layers))]}
+    pipeline = plan(config)
+    return {
+        rank: [_held(pipeline, stage, row) for stage in pipeline.stages_of(rank)]
+        for rank, row in enumerate(pipeline.actions)
+    }
 
 
 def _of_rank(config: Trainer.Config, held: Sequence[Held]) -> list[Collective]:

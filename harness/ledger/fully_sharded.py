@@ -9,6 +9,10 @@ asynchronous all-gathers hold nothing of the unit before. A process group of the
 HSDP all-reduces the reduce-scatter output in place and holds it until the end of backward (AllReduceState): nothing
 more where it is the gradient itself, one more copy where that is another tensor (another dtype, or added to an earlier
 micro-batch's).
+
+With CPU offload a unit's 4N/W of parameters and 4N/W of gradients are in host memory. The all-gather input is then
+copied there, N/W elements in the dtype of the shard (4 bytes) if that is gathered, else cast one parameter after the
+other; the reduce-scatter output goes once it has been copied to the host.
 """
 
 from __future__ import annotations
@@ -34,8 +38,11 @@ class Sharding:
         reduce_element: int,
         replicated: bool,
         async_unshard: bool,
+        host: Tape | None = None,
     ) -> None:
+        """host: where shards and what belongs to them are with CPU offload."""
         self.tape, self.quantities, self.replicated, self.async_unshard = tape, quantities, replicated, async_unshard
+        self.host = host
         self.element, self.reduce_element = element, reduce_element
         self.shards = quantities.values["W"]
         self.units: list[Unit] = []
@@ -48,6 +55,10 @@ class Sharding:
 
     def new(self, category: str, coefficient: int, monomial: str) -> Storage:
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
+
+    def new_resident(self, category: str, coefficient: int, monomial: str) -> Storage:
+        """Of the shards: parameters, their gradients, optimizer states."""
+        return (self.host or self.tape).allocate(category, self.quantities.size(coefficient, monomial))
 
     def set_prefetch(self, depth: int | Literal["default"], *, first: Unit) -> None:
         """Whom each unit gathers ahead; units are in the order in which their forward ends, which `first` begins."""
@@ -76,10 +87,10 @@ class Unit:
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         sharding.units.append(self)
-        self.shard = sharding.new("parameters", 4, f"{symbol}/W")
+        self.shard = sharding.new_resident("parameters", 4, f"{symbol}/W")
         self.sharded_gradients: dict[str, Storage] = {}
         self.gathered: Storage | None = None
-        self.unsharded: Storage | None = None
+        self.unsharded: list[Storage] = []
         self.gradients: dict[str, Gradient] = {}
         self.accumulated: dict[str, Storage] = {}
         self.all_reduce_state: Storage | None = None
@@ -174,46 +185,60 @@ class Unit:
         held = gradients[-1] if shared.shards > 1 else None  # by the loop variable of foreach_reduce
         gradients.clear()
         new = [parameter.name for parameter in present if parameter.name not in self.sharded_gradients]
-        category = "gradients" if new and shared.reduce_element == 4 else "reduce-scatter output"
+        stays = bool(new) and shared.host is None
+        category = "gradients" if stays and shared.reduce_element == 4 else "reduce-scatter output"
         reduced = shared.new(category, shared.reduce_element, f"{symbol}/W")
         if shared.shards == 1:
             divided = shared.new("reduce-scatter input", shared.reduce_element, symbol)
             del divided
         all_reduced = reduced if shared.replicated else None
         if shared.reduce_element != 4:
-            category = "gradients" if new else "reduce-scatter output"
+            category = "gradients" if stays else "reduce-scatter output"
             reduced = shared.new(category, 4, f"{symbol}/W")
+        if shared.host is not None:
+            reduced = shared.new_resident("gradients" if new else "gradients to add", 4, f"{symbol}/W")
         self.sharded_gradients.update(dict.fromkeys(new, reduced))
         shared.reduce_scatter_state, self.all_reduce_state = to_reduce, all_reduced
         del held
 
     def _gather(self) -> None:
         shared = self.sharding
-        if shared.shards == 1 or self.gathered is not None or self.unsharded is not None:
+        if shared.shards == 1 or self.gathered is not None or self.unsharded:
             return
-        cast = shared.new("all-gather input", shared.element, f"{self.symbol}/W") if shared.element != 4 else None
+        is_copied = shared.element != 4 or shared.host is not None
+        copy = shared.new("all-gather input", shared.element, f"{self.symbol}/W") if is_copied else None
         self.gathered = shared.new("all-gather output", shared.element, self.symbol)
-        del cast
+        del copy
 
     def _copy_out(self, *, forward: bool) -> None:
         shared = self.sharding
-        if self.unsharded is not None:
+        if self.unsharded:
             return
         if shared.shards == 1:
-            # Cast and copied one by one: the last cast lives beside all that was copied.
-            self.unsharded = shared.new("unsharded parameters", shared.element, self.symbol)
-            if shared.element != 4:
-                shared.new("all-gather input", shared.element, self.parameters[-1].monomial)
+            self._copy_one_by_one()
             return
-        self.unsharded = shared.new("unsharded parameters", shared.element, self.symbol)
+        self.unsharded = [shared.new("unsharded parameters", shared.element, self.symbol)]
         if forward:
             shared.all_gather_state = None if shared.async_unshard else self.gathered
         self.gathered = None
 
     def _free_unsharded(self) -> None:
-        if self.unsharded is not None:
-            self.unsharded.free()
-            self.unsharded = None
+        for storage in self.unsharded:
+            storage.free()
+        self.unsharded = []
+
+    def _copy_one_by_one(self) -> None:
+        """Without an all-gather each parameter is cast and copied; a cast lives until the next one is made
+        (_fsdp_param_group.py:wait_for_unshard, `all_gather_input`)."""
+        shared = self.sharding
+        cast: Storage | None = None
+        for parameter in self.parameters:
+            wide = shared.new("all-gather input", 4, parameter.monomial) if shared.host is not None else None
+            is_cast = shared.element != 4
+            cast = shared.new("all-gather input", shared.element, parameter.monomial) if is_cast else wide
+            del wide
+            self.unsharded.append(shared.new("unsharded parameters", shared.element, parameter.monomial))
+        del cast
 
 
 def before(graph: Graph, unit: Unit, x: Tensor) -> Tensor:

@@ -64,12 +64,11 @@ class PipelineStep:
             )
         assert first is not None, "a rank without a stage is refused"
         self.first = first
-        self.tape = first.tape
+        self.tape, self.host = first.tape, first.host
 
     def run(self) -> None:
         tape, passes = self.tape, self.config.training.accumulation_steps
-        tape.start_step()
-        tape.instant("batch")
+        self.first.start_step()
         coefficient = 8 * self.quantities.values["n"]
         batches = [self.first.ops.new("batch", coefficient, "T") for _ in range(2 * passes)]
         for stage in self.stages.values():

@@ -8,12 +8,19 @@ from typing import Any
 
 from harness.config import Trainer
 from harness.errors import UsageError
-from harness.ledger.communication import Collective, by_dimension_and_kind, collectives
+from harness.ledger.communication import (
+    Collective,
+    HostCopies,
+    by_dimension_and_kind,
+    collectives,
+    host_copies,
+)
 from harness.ledger.layout import MEANINGS
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
 from harness.ledger.step import Implementation, Step
-from harness.ledger.tape import Instant
+from harness.ledger.tape import Instant, Line
+from harness.validation import validate_device
 
 SCHEMA_VERSION = 1
 
@@ -63,6 +70,10 @@ class RankMemory:
     entries: list[Entry]
     timeline: list[Instant]
     quantities: dict[str, int]
+    host_bytes: int = 0
+    """The most that CPU offload keeps in host memory; without it 0, though a run has other things there."""
+    host_entries: list[Line] = field(default_factory=list)
+    """What that consists of."""
     measured_peak_allocated_bytes: int | None = None
     error_pct: float | None = None
     sums: list[Sum] = field(default_factory=list)
@@ -79,6 +90,8 @@ class Prediction:
     communication: list[Collective]
     collectives: list[Collective]
     """The same, by purpose."""
+    host_copies: list[HostCopies] = field(default_factory=list)
+    """With CPU offload; of a pipeline for each of its ranks."""
 
     def to_json(self) -> dict[str, Any]:
         """The object of `meshscope ledger --json` without `--against`."""
@@ -92,6 +105,7 @@ class Prediction:
             "collectives": [
                 _collective_json(c, ("dimension", "kind", "purpose", "count", "bytes")) for c in self.collectives
             ],
+            "host_copies": [_without_none(asdict(copies)) for copies in self.host_copies],
             "time": {"step_ns": None, "compute_ns": None, "comm_ns": None, "exposed_ns": None},
             "quantities": MEANINGS,
             "errors": [],
@@ -99,9 +113,12 @@ class Prediction:
 
 
 def _collective_json(collective: Collective, names: tuple[str, ...]) -> dict[str, Any]:
+    return _without_none({name: getattr(collective, name) for name in (*names, "pipeline_rank")})
+
+
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
     """`pipeline_rank` only where ranks differ by it."""
-    stage = {} if collective.pipeline_rank is None else {"pipeline_rank": collective.pipeline_rank}
-    return {**{name: getattr(collective, name) for name in names}, **stage}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _rank_json(rank: RankMemory) -> dict[str, Any]:
@@ -109,6 +126,7 @@ def _rank_json(rank: RankMemory) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(rank, name) for name in rank.__dataclass_fields__}
     fields["entries"] = [asdict(entry) for entry in rank.entries]
     fields["sums"] = [asdict(one) for one in rank.sums]
+    fields["host_entries"] = [asdict(line) for line in rank.host_entries]
     fields["timeline"] = [{"at": instant.name, "bytes": instant.bytes} for instant in rank.timeline]
     if rank.rank == rank.alike_rank:
         for item, instant in zip(fields["timeline"], rank.timeline, strict=True):
@@ -125,6 +143,8 @@ def predict(
     `Trainer.Config.validate` does, and for a workload that is no training.
     """
     config.validate()
+    if config.training.cpu_offload:
+        validate_device(config, target)
     if config.workload != "training":
         raise UsageError(f"the ledger predicts trainings; {config.workload} is a workload that trains nothing")
     implementation = implementation or Implementation()
@@ -157,6 +177,7 @@ def predict(
         ranks=ranks,
         communication=by_dimension_and_kind(found),
         collectives=found,
+        host_copies=host_copies(config),
     )
 
 
@@ -189,5 +210,7 @@ def _memory(step: Step | PipelineStep, rank: int) -> RankMemory:
         resident_bytes=step.tape.total,
         entries=sorted(entries, key=lambda entry: -entry.at_peak_bytes),
         timeline=step.tape.instants,
+        host_bytes=step.host.peak().bytes,
+        host_entries=step.host.lines(),
         quantities={name: step.quantities.values[name] for name in MEANINGS if name in step.quantities.values},
     )

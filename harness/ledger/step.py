@@ -65,6 +65,7 @@ class Step:
         self.part = part or whole(config.model.n_layers)
         self.quantities = values or quantities(config, shard_rank)
         self.tape: Tape = beside.tape if beside else Tape(GRANULE[target])
+        self.host: Tape = beside.host if beside else Tape(granule=1)
         element = DTYPE_BYTES[config.training.mixed_precision_param]
         self.ops: Operators = (
             beside.ops if beside else Operators(self.tape, self.quantities, target=target, element=element)
@@ -82,6 +83,7 @@ class Step:
             reduce_element=DTYPE_BYTES[config.training.mixed_precision_reduce],
             replicated=config.parallelism.dp_replicate > 1,
             async_unshard=config.parallelism.fsdp_async_unshard,
+            host=self.host if config.training.cpu_offload else None,
         )
         # The gradients of a tied matrix meet in autograd, in the form of the head's, unless that has its own backward.
         meet = config.model.tied_embeddings and config.training.loss_chunks == 1
@@ -112,8 +114,7 @@ class Step:
     def run(self) -> None:
         """Batches, zero_grad, forward and backward of every micro-batch, clipping, optimizer: the trainer's order."""
         tape, micro_batches = self.tape, self.config.training.accumulation_steps
-        tape.start_step()
-        tape.instant("batch")
+        self.start_step()
         batches = [self.ops.new("batch", 8, "T") for _ in range(2 * micro_batches)]
         for unit in self.sharding.units:
             unit.zero_gradients()
@@ -126,6 +127,12 @@ class Step:
         tape.instant("optimizer")
         self._update()
         del batches  # the trainer's names live until the step returns
+
+    def start_step(self) -> None:
+        self.tape.start_step()
+        self.tape.instant("batch")
+        self.host.start_step()
+        self.host.instant("step")
 
     def _micro_batch(self, suffix: str) -> None:
         """Forward, loss, backward and reduction; `suffix` goes to the names of its instants."""
@@ -245,7 +252,8 @@ class Step:
     def _update(self) -> None:
         """AdamW: two float32 states of every local element and one step counter a tensor. `foreach` needs one more
         copy, the root of the second moment (torch/optim/adam.py `_multi_tensor_adam`)."""
+        new = self.sharding.new_resident
         if not self.states:
-            self.states = [self.ops.new(OPTIMIZER, 8, "P"), self.ops.new(OPTIMIZER, 4, "tensors")]
+            self.states = [new(OPTIMIZER, 8, "P"), new(OPTIMIZER, 4, "tensors")]
         if self.optimizer == "foreach":
-            self.ops.new("optimizer temporaries", 4, "P")
+            new("optimizer temporaries", 4, "P")

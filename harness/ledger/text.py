@@ -17,7 +17,7 @@ def report(prediction: Prediction) -> str:
         alike.setdefault(rank.alike_rank, []).append(rank)
     for ranks in alike.values():
         lines += ["", *_memory(ranks)]
-    lines += ["", *_communication(prediction)]
+    lines += ["", *_communication(prediction), *_host_copies(prediction)]
     return "\n".join(lines)
 
 
@@ -36,6 +36,9 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
         f"  first step {size(first.first_step_peak_allocated_bytes)} at {first.first_step_at}, "
         f"between steps {size(first.resident_bytes)}, reserved: not predicted",
     ]
+    if first.host_bytes:
+        of = "; ".join(f"{line.category} {size(line.bytes)} = {line.formula} B" for line in first.host_entries)
+        lines.append(f"  in host memory up to {size(first.host_bytes)}: {of}")
     lines += [
         f"  rank {rank.rank} measured {size(rank.measured_peak_allocated_bytes)}, "
         f"prediction off by {signed_percent(rank.error_pct)}"
@@ -52,7 +55,7 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
         lines += table(headers, rows)
     rows = [[e.category, size(e.at_peak_bytes), size(e.bytes), f" {e.formula}"] for e in first.entries]
     lines += table(["line", "at peak", "its most", " formula of its most (bytes)"], rows, last_left=True)
-    used = " ".join(entry.formula for entry in first.entries)
+    used = " ".join([*(e.formula for e in first.entries), *(line.formula for line in first.host_entries)])
     names = {
         name for term in used.split(" + ") for part in term.split("/") for name in part.replace(" ", "·").split("·")
     }
@@ -65,6 +68,17 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
 def _together(lines: list[str]) -> str:
     """Lines as a sum; all that begin alike as one."""
     return " + ".join(dict.fromkeys(line.partition(": ")[0] for line in lines))
+
+
+def _host_copies(prediction: Prediction) -> list[str]:
+    lines = []
+    for copies in prediction.host_copies:
+        of = "each rank" if copies.pipeline_rank is None else f"each rank of pipeline rank {copies.pipeline_rank}"
+        lines.append(
+            f"Copies of {of} and step: {size(copies.to_device_bytes)} of shards from host memory to the device, "
+            f"{size(copies.to_host_bytes)} of their gradients back."
+        )
+    return lines and ["", *lines]
 
 
 def _communication(prediction: Prediction) -> list[str]:

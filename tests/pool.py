@@ -31,11 +31,18 @@ class Pool:
         self.workers: list[subprocess.Popen[str]] = []
 
     def train(
-        self, config: Trainer.Config, directory: Path, timeout_s: float = 120, *, stands_still: bool = False
+        self,
+        config: Trainer.Config,
+        directory: Path,
+        timeout_s: float = 120,
+        *,
+        stands_still: bool = False,
+        cpu_offload: bool = False,
     ) -> None:
         """Trains `config` into a recording at `directory`; raises RuntimeError with the first rank's traceback.
 
         stands_still: its steps do nothing, so that a checkpoint is of what was there before them.
+        cpu_offload: although the run is on CPUs, which refuse it since there it changes no figure.
         """
         if not self.workers:
             self._start()
@@ -45,6 +52,7 @@ class Pool:
             "world_size": config.world_size,
             "port": free_port(),
             "stands_still": stands_still,
+            "cpu_offload": cpu_offload,
         }
         ranks = self.workers[: config.world_size]
         for worker in ranks:
@@ -135,6 +143,8 @@ def work(rank: int) -> None:
         error = None
         try:
             trainer: Any = from_dict(job["config"]).build(Path(job["directory"]))
+            if job["cpu_offload"]:
+                trainer.config.training.cpu_offload = True
             if job["stands_still"]:
                 trainer._step = lambda *_: torch.zeros(())
             trainer.train()

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from harness.compilation import Compile
 from harness.context_parallel import Exchange, LoadBalance
 from harness.float8 import Float8
 from harness.pipeline.config import Pipeline
@@ -132,8 +133,11 @@ class ActivationCheckpoint:
     class Config:
         mode: Literal["none", "full", "selective", "memory_budget"] = "none"
         """`none`: all that backward needs. `full`: the layer's input. `selective`: the input, what attention and
-        reduce-scatters return, and every other matrix product. `memory_budget`: what torch.compile chooses; refused
-        without it."""
+        reduce-scatters return, and every other matrix product. `memory_budget`: what torch.compile chooses to fit
+        `memory_budget`; needs `compile.blocks`."""
+        memory_budget: float = 0.5
+        """Of that mode: what a layer may keep, between its input alone (0) and all that torch.compile would keep (1)
+        (torch._functorch.config.activation_memory_budget)."""
         every: int = 1
         """One layer in so many, the last of each group; the others keep all."""
 
@@ -288,6 +292,7 @@ class Trainer:
         parallelism: Parallelism.Config = field(default_factory=Parallelism.Config)
         pipeline: Pipeline.Config = field(default_factory=Pipeline.Config)
         activation_checkpoint: ActivationCheckpoint.Config = field(default_factory=ActivationCheckpoint.Config)
+        compile: Compile.Config = field(default_factory=Compile.Config)
         float8: Float8.Config = field(default_factory=Float8.Config)
         training: Training.Config = field(default_factory=Training.Config)
         optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 
 from harness.checkpoints import find_checkpoint, read_header
+from harness.compilation import require_compilation, require_compilation_on
 from harness.config import Decoder, Parallelism, Trainer
 from harness.context_parallel import chunks as chunks_of_rank
 from harness.errors import UsageError
 from harness.float8 import require_float8, require_float8_on
 from harness.limits import require_possible
-from harness.pipeline.actions import each_step
-from harness.pipeline.plan import plan
-from harness.pipeline.requirements import require_pipeline
+from harness.pipeline.requirements import require_pipeline, splits_backward
 from harness.workloads.config import WorkloadName
 
 TEXT_TOKENS = 258
@@ -31,7 +30,16 @@ POSITIVE_TRAINING = (
 )
 
 USED_BY: dict[WorkloadName, tuple[str, ...]] = {
-    "training": ("model", "parallelism", "activation_checkpoint", "float8", "optimizer", "data", "checkpoint"),
+    "training": (
+        "model",
+        "parallelism",
+        "activation_checkpoint",
+        "compile",
+        "float8",
+        "optimizer",
+        "data",
+        "checkpoint",
+    ),
     "collectives": ("collectives",),
     "point_to_point": ("point_to_point",),
 }
@@ -82,6 +90,7 @@ def validate(config: Trainer.Config) -> None:
     require_pipeline(config)
     _require_checkpointing(config)
     _require_chunks(config)
+    require_compilation(config)
     require_float8(config)
     tp = layout.tp
     _require(
@@ -188,11 +197,6 @@ def _require_divisible_sequence(config: Trainer.Config) -> None:
 def _require_checkpointing(config: Trainer.Config) -> None:
     mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.every
     _require(
-        mode != "memory_budget",
-        "activation_checkpoint.mode=memory_budget: torch.compile keeps to a budget, and this version does not compile "
-        "layers; use full or selective",
-    )
-    _require(
         every == 1 or mode != "none",
         f"activation_checkpoint.every={every} has no effect with activation_checkpoint.mode=none: set the mode, or "
         "leave it at 1",
@@ -203,14 +207,12 @@ def _require_checkpointing(config: Trainer.Config) -> None:
         f"activation_checkpoint.every={every}: none of model.n_layers={layers} layers would be the last of so many; "
         f"use at most {layers}",
     )
-    if mode != "none" and config.parallelism.pp > 1:
-        splits = any(action.kind in ("I", "W") for row in plan(config).actions for action in each_step(row))
-        _require(
-            not splits,
-            f"activation_checkpoint.mode={mode}: the schedule has backward in two parts, for inputs and for weights, "
-            "and a layer is computed again for one only: use a schedule with whole backwards, such as 1F1B or "
-            "Interleaved1F1B, or none",
-        )
+    _require(
+        mode == "none" or not splits_backward(config),
+        f"activation_checkpoint.mode={mode}: the schedule has backward in two parts, for inputs and for weights, "
+        "and a layer is computed again for one only: use a schedule with whole backwards, such as 1F1B or "
+        "Interleaved1F1B, or none",
+    )
 
 
 def _require_chunks(config: Trainer.Config) -> None:
@@ -280,6 +282,7 @@ def validate_device(config: Trainer.Config, device: str) -> None:
         "training.cpu_offload=true needs CUDA: on CPUs parameters are in host memory already; leave it out",
     )
     require_float8_on(config, device)
+    require_compilation_on(config, device)
 
 
 def validate_rehearsal(config: Trainer.Config) -> None:

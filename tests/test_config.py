@@ -3,6 +3,7 @@
 import pytest
 
 from harness import recipes
+from harness.compilation import Compile
 from harness.config import (
     ActivationCheckpoint,
     Data,
@@ -15,7 +16,8 @@ from harness.config import (
     Window,
 )
 from harness.config_json import field_names, from_dict, from_json, to_dict, to_json, with_overrides
-from harness.errors import UsageError
+from harness.errors import UnavailableError, UsageError
+from harness.validation import validate_device
 
 BUILT_IN = [
     (module, name)
@@ -181,7 +183,7 @@ IMPOSSIBLE = [
     *(
         ({"activation_checkpoint": ActivationCheckpoint.Config(mode=mode, every=every)}, message)
         for mode, every, message in (
-            ("memory_budget", 1, "this version does not compile"),
+            ("memory_budget", 1, "layers are not compiled; set compile.blocks to true"),
             ("full", 0, "activation_checkpoint.every=0 must be at least 1"),
             ("none", 2, "activation_checkpoint.every=2 has no effect with activation_checkpoint.mode=none"),
             ("selective", 5, "none of model.n_layers=4 layers would be the last of so many; use at most 4"),
@@ -196,6 +198,46 @@ IMPOSSIBLE = [
             "activation_checkpoint": ActivationCheckpoint.Config(mode="full"),
         },
         "activation_checkpoint.mode=full: the schedule has backward in two parts",
+    ),
+    *(
+        ({"compile": Compile.Config(**fields)}, message)
+        for fields, message in (
+            ({"cuda_graphs": True}, "compile.cuda_graphs=true has no effect with compile.blocks=false"),
+            ({"backend": "aot_eager"}, "compile.backend=aot_eager has no effect with compile.blocks=false"),
+            ({"blocks": True, "cuda_graphs": True, "backend": "aot_eager"}, "inductor captures them"),
+        )
+    ),
+    *(
+        (
+            {"compile": Compile.Config(blocks=True), "activation_checkpoint": ActivationCheckpoint.Config(**fields)},
+            message,
+        )
+        for fields, message in (
+            ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget=1.5 must be in [0, 1]"),
+            ({"mode": "memory_budget", "every": 2}, "all layers are compiled with one budget"),
+            ({"mode": "full", "memory_budget": 0.1}, "has no effect with activation_checkpoint.mode=full"),
+        )
+    ),
+    *(
+        ({"world_size": 2, "compile": Compile.Config(blocks=True, **compiled), **fields}, message)
+        for compiled, fields, message in (
+            ({}, {"parallelism": Parallelism.Config(cp=2)}, "attention over several ranks sends while it computes"),
+            ({}, {"parallelism": Parallelism.Config(tp=2, tp_async=True)}, "takes no tensor that is still on its way"),
+            (
+                {},
+                {
+                    "model": Decoder.Config(n_layers=6),
+                    "parallelism": Parallelism.Config(pp=2),
+                    "pipeline": Pipeline.Config(schedule="ZBVZeroBubble"),
+                },
+                "the backward of a compiled layer is one",
+            ),
+            (
+                {"cuda_graphs": True},
+                {"parallelism": Parallelism.Config(pp=2)},
+                "activations of several micro-batches live at once",
+            ),
+        )
     ),
     ({"training": Training.Config(loss_chunks=0)}, "training.loss_chunks=0 must be at least 1"),
     ({"training": Training.Config(loss_chunks=3)}, "1/1, is not divisible by training.loss_chunks=3"),
@@ -241,6 +283,36 @@ def test_run_that_cannot_be_is_refused_in_one_line(fields, message):
 
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "fields", "message"),
+    [
+        ({"cuda_graphs": True}, {}, "compile.cuda_graphs=true needs CUDA"),
+        (
+            {"backend": "aot_eager"},
+            {
+                "parallelism": Parallelism.Config(tp=2),
+                "activation_checkpoint": ActivationCheckpoint.Config(mode="full"),
+            },
+            "on CPUs torch keeps a random state",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_on_cpus_can_be_on_gpus(compiled, fields, message):
+    config = Trainer.Config(world_size=2, compile=Compile.Config(blocks=True, **compiled), **fields)
+    config.validate()
+    validate_device(config, "cuda")
+    with pytest.raises(UsageError, match=message):
+        validate_device(config, "cpu")
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UnavailableError, match=r"needs a C\+\+ compiler .* or set compile.backend to aot_eager"):
+        validate_device(Trainer.Config(compile=Compile.Config(loss=True)), "cpu")
+    validate_device(Trainer.Config(compile=Compile.Config(loss=True, backend="aot_eager")), "cpu")
 
 
 def test_sequence_of_any_length_without_sequence_parallel():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.config import Trainer
 from harness.errors import UsageError
+from harness.pipeline.actions import each_step
 from harness.pipeline.config import Pipeline
 from harness.pipeline.plan import plan
 
@@ -61,3 +62,10 @@ def require_pipeline(config: Trainer.Config) -> None:
         )
     if pipeline.csv is None or pipeline.table is not None:  # else the file is still to be read
         plan(config)
+
+
+def splits_backward(config: Trainer.Config) -> bool:
+    """The schedule has backward in two parts, for inputs and for weights."""
+    if config.parallelism.pp == 1:
+        return False
+    return any(action.kind in ("I", "W") for row in plan(config).actions for action in each_step(row))

@@ -115,6 +115,11 @@ class CommRanges(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Otherwise torch.compile would leave everything eager while the mode is on."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: Counter[str] = Counter()

@@ -33,8 +33,8 @@ class StorageTracker(TorchDispatchMode):
 
     Storages enter when an operator returns or takes them, or are there when the tracker starts; they leave when
     they are freed, whoever held them (saved tensors of autograd included), since weak references tell. Memory that
-    an operator allocates and frees inside is not seen, so peaks are those between operators.
-    Compiled regions run eagerly while the mode is on.
+    an operator allocates and frees inside is not seen, so peaks are those between operators. Of a compiled region the
+    operators that it calls are seen: with inductor not what its own kernels allocate for each other.
 
     Only what runs between `enter` and `exit` of the mode is seen at once; what is allocated outside is found by the
     next `adopt_existing`. `category` labels what is allocated from now on.
@@ -42,6 +42,11 @@ class StorageTracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
     name = "tensor_storages"
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Otherwise torch.compile would leave everything eager while the mode is on."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

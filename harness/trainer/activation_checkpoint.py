@@ -28,21 +28,33 @@ Policy = Callable[..., CheckpointPolicy]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def checkpoint_layers(model: Decoder, config: ActivationCheckpoint.Config, *, keeps_attention: bool) -> None:
-    """Makes every `config.every`-th layer keep its input and, if selective, what `_policy` says.
+def checkpoint_layers(
+    model: Decoder, config: ActivationCheckpoint.Config, *, keeps_attention: bool, compiled: bool = False
+) -> set[str]:
+    """Makes every `config.every`-th layer keep its input and, if selective, what `_policy` says; returns the names of
+    these layers.
 
     `keeps_attention`: not with context parallelism, whose attention is as many kernels as ranks; what one returns is as
     large as what all of them are merged into.
 
     To be called between tensor parallelism, whose redistributions are part of what a layer computes again, and FSDP2,
     whose hooks stay outside: parameters are gathered for backward before anything is computed again.
+
+    `compiled`: torch.compile will trace the layer. What is computed again is then part of its one backward graph, in
+    the order that the compiler finds best, and no range in a trace surrounds it. A memory budget is kept to by
+    torch.compile alone.
     """
-    if config.mode == "none":
-        return
-    for name, layer in model.layers.items():
-        if (int(name) + 1) % config.every == 0:
-            policy = partial(_policy, keeps_attention) if config.mode == "selective" else None
+    if config.mode in ("none", "memory_budget"):
+        return set()
+    names = {name for name in model.layers if (int(name) + 1) % config.every == 0}
+    for name in names:
+        layer, selective = model.layers[name], config.mode == "selective"
+        if compiled:
+            _checkpoint_traceably(layer, partial(_selective_contexts, keeps_attention) if selective else None)
+        else:
+            policy = partial(_policy, keeps_attention) if selective else None
             _checkpoint(layer, f"{RECOMPUTE_RANGE} (layers.{name})", policy)
+    return names
 
 
 def _checkpoint(layer: nn.Module, label: str, policy: Callable[[], Policy] | None) -> None:
@@ -60,6 +72,26 @@ def _checkpoint(layer: nn.Module, label: str, policy: Callable[[], Policy] | Non
         )
 
     layer.forward = forward
+
+
+def _checkpoint_traceably(layer: nn.Module, contexts: Callable[[], Contexts] | None) -> None:
+    """As `_checkpoint`, in the form that torch.compile understands: contexts that are those of
+    `create_selective_checkpoint_contexts` and nothing else, from a function or a partial one
+    (torch/_dynamo/variables/higher_order_ops.py CheckpointHigherOrderVariable)."""
+    compute = layer.forward
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if contexts is not None:
+        options["context_fn"] = contexts
+
+    def forward(*args: torch.Tensor) -> Any:
+        return checkpoint(compute, *args, **options)
+
+    layer.forward = forward
+
+
+def _selective_contexts(keeps_attention: bool) -> Contexts:
+    contexts: Contexts = create_selective_checkpoint_contexts(_policy(keeps_attention))
+    return contexts
 
 
 @contextmanager

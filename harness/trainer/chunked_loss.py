@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from harness import config
 from harness.errors import UsageError
-from harness.trainer.loss import cross_entropy_sum
+from harness.trainer.loss import Loss, cross_entropy_sum
 from harness.trainer.model.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -28,12 +28,17 @@ class ChunkedLoss:
     """`training.loss_chunks` equal parts of every sequence, on a model that FSDP2 shards with `head_in_chunks`.
 
     `group`: the tensor-parallel ranks, which share the vocabulary; with sequence parallelism each also has an equal
-    part of the hidden states, of which a chunk takes as much from everyone. Raises `UsageError` where torch's FSDP2
-    cannot run a part of a unit (before 2.13).
+    part of the hidden states, of which a chunk takes as much from everyone. `loss`: `cross_entropy_sum`, or what
+    torch.compile made of it. Raises `UsageError` where torch's FSDP2 cannot run a part of a unit (before 2.13).
     """
 
     def __init__(
-        self, config: config.Trainer.Config, model: Decoder, group: dist.ProcessGroup | None, recorder: Recorder
+        self,
+        config: config.Trainer.Config,
+        model: Decoder,
+        group: dist.ProcessGroup | None,
+        recorder: Recorder,
+        loss: Loss = cross_entropy_sum,
     ) -> None:
         chunks, layout = config.training.loss_chunks, config.parallelism
         if not hasattr(FSDPState, "_force_complete_incomplete_states"):
@@ -43,7 +48,7 @@ class ChunkedLoss:
             )
         assert model.lm_head is not None
         self._model, self._head = model, model.lm_head
-        self._chunks, self._group, self._recorder = chunks, group, recorder
+        self._chunks, self._group, self._recorder, self._loss = chunks, group, recorder, loss
         self._parts = group.size() if group is not None and layout.sequence_parallel else 1
         self._frees = layout.reshard_after_forward != "never"
 
@@ -63,7 +68,7 @@ class ChunkedLoss:
                     cast(FSDPModule, self._head).set_requires_gradient_sync(reduces, recurse=False)
                 with phase("forward"):
                     own = self._part(hidden, number).detach().contiguous().requires_grad_()
-                    loss = cross_entropy_sum(self._head(own), self._labels(labels, number), self._group) / valid
+                    loss = self._loss(self._head(own), self._labels(labels, number), self._group) / valid
                 with phase("backward"):
                     loss.backward()
                 assert own.grad is not None

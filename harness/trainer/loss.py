@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812, torch's own name for it
 
 IGNORE_INDEX = -100
+
+Loss = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup | None], torch.Tensor]
+"""`cross_entropy_sum`, or what torch.compile made of it."""
 
 
 def cross_entropy_sum(

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from harness import config
 from harness.pipeline.plan import Plan
-from harness.trainer.loss import cross_entropy_sum
+from harness.trainer.loss import Loss, cross_entropy_sum
 from harness.trainer.model.decoder import Decoder
 from harness.trainer.parallel_dims import axis_group
 
@@ -51,9 +51,10 @@ class Pipeline:
         mesh: DeviceMesh,
         device: torch.device,
         recorder: Recorder,
+        loss: Loss = cross_entropy_sum,
     ) -> None:
         group, training = mesh.get_group("pp"), config.training
-        self._recorder, self._tp_group = recorder, axis_group(mesh, "tp")
+        self._recorder, self._tp_group, self._cross_entropy = recorder, axis_group(mesh, "tp"), loss
         self._valid: torch.Tensor | None = None
         sequence = training.seq_len // config.parallelism.cp
         tokens = torch.empty(training.micro_batch_size, sequence, dtype=torch.int64, device="meta")
@@ -89,7 +90,7 @@ class Pipeline:
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         assert self._valid is not None
         with self._recorder.phase("forward"):
-            return cross_entropy_sum(logits, labels, self._tp_group) / self._valid
+            return self._cross_entropy(logits, labels, self._tp_group) / self._valid
 
 
 def _hidden(config: config.Trainer.Config) -> torch.Tensor:

@@ -23,13 +23,14 @@ from harness.recording import MODE_VARIABLE, Mode
 from harness.trainer.activation_checkpoint import checkpoint_layers
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.chunked_loss import ChunkedLoss
+from harness.trainer.compiled import Compiled
 from harness.trainer.context_parallel import ContextParallel
 from harness.trainer.data import build_batches
 from harness.trainer.float8 import NO_PEAK, convert_linears
 from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
 from harness.trainer.initialise import initialise
 from harness.trainer.legacy_streams import collective_memory
-from harness.trainer.loss import IGNORE_INDEX, cross_entropy_sum
+from harness.trainer.loss import IGNORE_INDEX
 from harness.trainer.model.decoder import Decoder
 from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
@@ -120,6 +121,8 @@ class Trainer(config.Trainer):
                     saves = checkpoints.is_due(step + 1, training.steps)
                     tags = ["checkpoint"] if saves or checkpoints.is_saving() else []
                     losses.append(self._step(step, recorder, tags))
+                    if self.compiled.has_news():
+                        recorder.about(compile=self.compiled.facts())
                     # Compilation and connections are done: what takes long from here on hangs.
                     if step == first and not rehearses:
                         set_timeouts(self.mesh, context, training.train_timeout_s)
@@ -141,7 +144,15 @@ class Trainer(config.Trainer):
             shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel, async_op=layout.tp_async)
         if self.context is not None:
             self.context.shard(model)
-        checkpoint_layers(model, self.config.activation_checkpoint, keeps_attention=self.context is None)
+        checkpointed = checkpoint_layers(
+            model,
+            self.config.activation_checkpoint,
+            keeps_attention=self.context is None,
+            compiled=self.config.compile.blocks,
+        )
+        self.compiled = Compiled(self.config, self.device)
+        self.compiled.layers(model, checkpointed)
+        self.loss = self.compiled.loss()
         roots = [model]
         if self.plan is not None:
             roots = stage_modules(model, self.plan, self.mesh.get_local_rank("pp"))
@@ -161,9 +172,9 @@ class Trainer(config.Trainer):
         model.tie_embeddings()
         initialise(model, training.seed, self.device)
         if self.plan is not None:
-            self.pipeline = Pipeline(self.plan, model, roots, self.config, self.mesh, self.device, recorder)
+            self.pipeline = Pipeline(self.plan, model, roots, self.config, self.mesh, self.device, recorder, self.loss)
         elif training.loss_chunks > 1:
-            self.chunked_loss = ChunkedLoss(self.config, model, self.tp_group, recorder)
+            self.chunked_loss = ChunkedLoss(self.config, model, self.tp_group, recorder, self.loss)
         return model
 
     def _step(self, step: int, recorder: Recorder, tags: list[str]) -> torch.Tensor:
@@ -176,6 +187,7 @@ class Trainer(config.Trainer):
                 gc.collect(1)
             batches = [self._next_batch() for _ in range(training.accumulation_steps)]
             self.optimizer.zero_grad(set_to_none=True)
+            self.compiled.start_step()
             valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()
             self._sum_over_data(valid)
 
@@ -207,7 +219,7 @@ class Trainer(config.Trainer):
             return self.chunked_loss.run(tokens, labels, valid, reduces=reduces)
         with recorder.phase("forward"):
             # No name is kept for the logits: they must not outlive what backward needs of them.
-            loss = cross_entropy_sum(self.model(tokens), labels, self.tp_group) / valid
+            loss = self.loss(self.model(tokens), labels, self.tp_group) / valid
         with recorder.phase("backward"):
             loss.backward()
         return loss.detach()

@@ -59,12 +59,13 @@ class Pipeline:
         sequence = training.seq_len // config.parallelism.cp
         tokens = torch.empty(training.micro_batch_size, sequence, dtype=torch.int64, device="meta")
         hidden = _hidden(config)
+        logits = hidden.new_empty(training.micro_batch_size, sequence, config.model.vocab_size // config.parallelism.tp)
         kind = _RehearsedStage if dist.get_backend(group) == "fake" else _Stage
         self._stages = []
         for number, part in zip(plan.stages_of(group.rank()), parts, strict=True):
             part.rotary = model.rotary  # materialised with the model
-            # What the last stage puts out is nobody's input: its shape is not asked for.
-            stage = kind(part, number, len(plan.parts), device, hidden if number else tokens, hidden, group=group)
+            out = logits if number == len(plan.parts) - 1 else hidden
+            stage = kind(part, number, len(plan.parts), device, hidden if number else tokens, out, group=group)
             stage.recorder = recorder
             self._stages.append(stage)
         self._schedule = _runtime(plan, self._stages, self._loss)

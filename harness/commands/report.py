@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from harness.commands import add_cache_argument, add_json_argument, write_page
+from harness.compare import Wanted
 from harness.report import Report, build
 from harness.report.text import render
 from harness.sources import report_errors
@@ -21,6 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="also write the report as one HTML file, with pictures"
     )
+    life = parser.add_mutually_exclusive_group()
+    life.add_argument(
+        "--unit",
+        metavar="NAME",
+        help="the FSDP unit whose life in a traced step is shown (default: a layer in the middle)",
+    )
+    life.add_argument(
+        "--parameter", metavar="NAME", help="the same by a parameter's name, with its own shapes and bytes"
+    )
     add_json_argument(parser)
     add_cache_argument(parser)
 
@@ -34,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         code = report_experiment(args.path, html=args.html, as_json=args.json)
         if code is not None:
             return code
-    report = build(args.path)
+    report = build(args.path, wanted=Wanted(unit=args.unit, parameter=args.parameter))
     if args.html is not None and (report.read or report.recording):
         write_html(report, args.html)
     if args.json:

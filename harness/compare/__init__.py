@@ -17,6 +17,7 @@ from harness.compare.against_ledger import (
     steady_peaks,
 )
 from harness.compare.gate import Bound, GateResult, check, parse_bound
+from harness.compare.lifetime import Lifetime, Wanted, lifetime_of
 from harness.compare.lines import put_lines_beside
 from harness.compare.measured import Measured, measure
 from harness.compare.metrics import METRICS, Value, run_metrics
@@ -29,15 +30,18 @@ __all__ = [
     "Communication",
     "Comparison",
     "GateResult",
+    "Lifetime",
     "Measured",
     "Standing",
     "Value",
+    "Wanted",
     "axis_of",
     "check",
     "communication",
     "compare_runs",
     "config_errors",
     "ledger_json",
+    "lifetime_of",
     "measure",
     "parse_bound",
     "put_beside",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import compare
-from harness.compare import Measured, Standing, Value, measure, run_metrics
+from harness.compare import Lifetime, Measured, Standing, Value, Wanted, lifetime_of, measure, run_metrics
 from harness.compare.measured import Reader
 from harness.compare.pipeline import Pipeline, pipeline_of
 from harness.config import Trainer
@@ -21,13 +21,15 @@ from harness.report.over_ranks import by_dimension, mean_parts, step_parts
 from harness.trace import Capture, read_captures
 
 SCHEMA_VERSION = 1
+ANY_UNIT = Wanted()
 
 
 @dataclass(kw_only=True, slots=True)
 class Report:
     """What was measured (`compare.Measured`), what the ledger says of the same configuration, and what follows.
 
-    `not_predicted` says why there is no prediction for a configuration of this trainer.
+    `not_predicted` says why there is no prediction for a configuration of this trainer, `no_lifetime` why no life of
+    a unit is shown.
     """
 
     measured: Measured
@@ -36,6 +38,8 @@ class Report:
     not_predicted: str | None = None
     communication: list[compare.Communication] = field(default_factory=list)
     pipeline: Pipeline | None = None
+    lifetime: Lifetime | None = None
+    no_lifetime: str | None = None
     metrics: dict[str, Value] = field(default_factory=dict)
     dimensions: list[dict[str, Any]] = field(default_factory=list)
     step_parts: list[dict[str, Any]] = field(default_factory=list)
@@ -121,12 +125,14 @@ class Report:
             "ledger": compare.ledger_json(self.prediction, self.communication) if self.prediction else None,
             "communication": [asdict(row) for row in self.communication],
             "pipeline": self.pipeline.to_json() if self.pipeline else None,
+            "lifetime": self.lifetime.to_json() if self.lifetime else None,
             "errors": [error.to_json() for error in self.errors],
         }
 
 
-def build(path: Path, read: Reader = read_captures) -> Report:
-    """Everything about `path`; raises `InputError` if it holds nothing that can be read. `read` reads the traces."""
+def build(path: Path, read: Reader = read_captures, wanted: Wanted = ANY_UNIT) -> Report:
+    """Everything about `path`; raises `InputError` if it holds nothing that can be read, `UsageError` if it lacks the
+    `wanted` unit or parameter. `read` reads the traces."""
     report = Report(measured=measure(path, read))
     recording = report.recording
     if recording is not None:
@@ -143,6 +149,8 @@ def build(path: Path, read: Reader = read_captures) -> Report:
     if report.mode != "rehearsal":  # in which nothing was sent
         report.communication = compare.communication(report.prediction, report.captures)
     report.pipeline = pipeline_of(report.config, report.captures)
+    life = lifetime_of(report.config, report.complete_captures, report.snapshots, wanted)
+    report.lifetime, report.no_lifetime = (None, life) if isinstance(life, str) else (life, None)
     report.metrics = run_metrics(report.measured)
     report.dimensions = by_dimension(report.complete_overlap)
     report.step_parts = step_parts(report.complete_captures)

@@ -71,6 +71,14 @@ def new_grid(height_inches: float, rows: int = 1, columns: int = 1, **options: A
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
+def new_mosaic(height_inches: float, places: list[Any], **options: Any) -> tuple[Figure, dict[str, Axes]]:
+    """Pictures by name, each over all the places that bear it; `options` are those of `Figure.subplot_mosaic`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+    return figure, dict(figure.subplot_mosaic(places, **options))
+
+
 def whole_numbers(axis: Axis) -> None:
     """Ticks at whole numbers only, as ranks and steps have."""
     from matplotlib.ticker import MaxNLocator

@@ -12,6 +12,12 @@ def legend(items: list[Html]) -> Html:
     return tag("ul", *(tag("li", item) for item in items), class_="legend")
 
 
+def drawn(picture: Html, caption: str, key: list[Html] | None = None) -> Html:
+    return tag(
+        "figure", *([legend(key)] if key else []), tag("div", picture, class_="scroll"), tag("figcaption", caption)
+    )
+
+
 def swatch(colour: str, label: str, hatch: str = "", opacity: float = 1) -> Html:
     """A filled field, hatched as matplotlib's `hatch` of that name."""
     box = _box(colour, opacity)

@@ -14,8 +14,9 @@ from harness.report import figures
 from harness.report.build import Report
 from harness.report.drawing import BLUE
 from harness.report.finding import NOT_A_CLUSTER
-from harness.report.legend import band, legend, line, swatch
+from harness.report.legend import band, drawn, line, swatch
 from harness.report.markup import Html, figure_cell, listing, table, tag
+from harness.report.sections_lifetime import lifetime
 from harness.report.sections_trace import overlap
 from harness.report.text import evidence_text, layout, stacked
 from harness.text import counted, in_ranges, quantity
@@ -308,12 +309,6 @@ def communication(report: Report) -> list[Html]:
     ]
 
 
-def drawn(picture: Html, caption: str, key: list[Html] | None = None) -> Html:
-    return tag(
-        "figure", *([legend(key)] if key else []), tag("div", picture, class_="scroll"), tag("figcaption", caption)
-    )
-
-
 def fold(summary: str, *content: Html) -> Html:
     return tag("details", tag("summary", summary), *content)
 
@@ -354,6 +349,7 @@ SECTIONS = (
         "no trace: record a trace window, or profile with torch.profiler",
         of_time=True,
     ),
+    Section("lifetime", "Life of a parameter", lifetime, "no trace with a whole step of FSDP2's ranges", of_time=True),
     Section("memory", "Memory", memory, "no step states memory and there is no allocator snapshot"),
     Section("predicted", "Predicted beside measured", predicted, "no configuration that the ledger knows"),
     Section("communication", "Collectives", communication, "no trace and no prediction", of_time=True),

@@ -10,7 +10,7 @@ from harness.compare.steps import PEAKS
 from harness.compare.text import collectives
 from harness.config import Trainer
 from harness.ledger import Prediction
-from harness.report import pipeline
+from harness.report import lifetime, pipeline
 from harness.report.build import Report
 from harness.report.over_ranks import incomplete_steps, waited_for_all
 from harness.text import (
@@ -52,6 +52,7 @@ def render(report: Report) -> str:
         _overlap(report),
         _communication(report),
         pipeline.render(report.pipeline) if report.pipeline else (),
+        lifetime.render(report),
     ]
     sections += [_ledger(report), _snapshots(report)]
     return "\n\n".join("\n".join(map(printable, lines)) for section in sections if (lines := list(section)))

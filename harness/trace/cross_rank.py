@@ -46,17 +46,23 @@ def cross_rank(captures: Sequence[Capture]) -> dict[str, Any]:
     on_host = any(device.activity.source == "host" for capture in captures for device in capture.devices)
     if on_host and not all(record.raw_kind.startswith(GLOO) for one in matched for record in one.records):
         notes.append("where gloo's work is not known, durations are those of the calls, not of the transfers")
-    aligned = None
-    if matched:
+    aligned = clocks_aligned(matched)
+    if aligned is False:
         spread = median(collective.end_spread_ns for collective in matched)
-        shortest = median(collective.transfer_ns for collective in matched)
-        aligned = spread <= max(ALIGNED_NS, ALIGNED_SHARE * shortest)
-        if not aligned:
-            notes.append(
-                f"clocks are not aligned (collectives end {spread / 1e3:.0f} us apart in the median): "
-                "waits and last ranks are unknown"
-            )
+        notes.append(
+            f"clocks are not aligned (collectives end {spread / 1e3:.0f} us apart in the median): "
+            "waits and last ranks are unknown"
+        )
     return {"aligned": aligned, "collectives": [item(one, aligned is True) for one in matched], "notes": notes}
+
+
+def clocks_aligned(matched: Sequence[Matched]) -> bool | None:
+    """Whether ends agree over the ranks; None without a match."""
+    if not matched:
+        return None
+    spread = median(collective.end_spread_ns for collective in matched)
+    shortest = median(collective.transfer_ns for collective in matched)
+    return spread <= max(ALIGNED_NS, ALIGNED_SHARE * shortest)
 
 
 def item(collective: Matched, aligned: bool) -> dict[str, Any]:

@@ -19,6 +19,9 @@ class Intervals(NamedTuple):
     def total_ns(self) -> int:
         return int((self.end - self.start).sum())
 
+    def shifted(self, by_ns: int) -> Intervals:
+        return Intervals(self.start + by_ns, self.end + by_ns)
+
 
 EMPTY = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
 

@@ -19,7 +19,7 @@ from harness.trace.activity import Activity, Collective, Mask
 from harness.trace.capture import Capture, DeviceCapture
 from harness.trace.events import MISSING
 from harness.trace.figures import COMMUNICATION, COMPUTE, MEMORY
-from harness.trace.intervals import EMPTY, Intervals, clip, intersection, subtract, union
+from harness.trace.intervals import EMPTY, Intervals, clip, intersection, join, subtract, union
 from harness.trace.ranges import OPTIMIZER_STEP, PHASES, HostRange
 
 StateName = Literal[
@@ -94,6 +94,10 @@ class Life:
     computations: list[Computation]
     compute: Intervals
     communication: Intervals
+
+    @property
+    def own_compute(self) -> Intervals:
+        return join(*(one.busy for one in self.computations)) if self.computations else EMPTY
 
 
 @dataclass(frozen=True, slots=True)

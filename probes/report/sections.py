@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from harness.compare import Measured
 from harness.report.finding import NOT_A_CLUSTER
+from harness.report.legend import drawn
 from harness.report.markup import Html, escaped, figure_cell, listing, table, tag
-from harness.report.sections import drawn, fold
+from harness.report.sections import fold
 from harness.text import counted, quantity
 from probes import text
 from probes.analysis import Analysis, ArmComparison

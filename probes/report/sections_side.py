@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from harness.compare import Measured
 from harness.report.drawing import BLUE
 from harness.report.figures import step_name
-from harness.report.legend import band, line, swatch
+from harness.report.legend import band, drawn, line, swatch
 from harness.report.markup import Html, figure_cell, table, tag
-from harness.report.sections import drawn, fold, stacking_cells
+from harness.report.sections import fold, stacking_cells
 from harness.report.sections_trace import LANE_HEADERS, lane_rows, lanes_caption, lanes_key, rank_in_words
 from probes.report import figures
 from probes.report.data import AlignedLanes, AlignedMemory, aligned_lanes, aligned_memory, peaks_by_step

@@ -136,6 +136,12 @@ class _Stage(PipelineStage):
         with self.recorder.phase("backward"):
             return super().perform_reduce_grad(*args, **kwargs)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without those between two stages of this rank, which gloo cannot carry out. Later torch does not greet where
+        shapes are known."""
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [one for one in greetings if one.peer != dist.get_rank()]
+
     def let_go(self) -> None:
         """The pass is over: torch's runtime has waited for what was sent."""
 

@@ -99,8 +99,8 @@ def require_float8_on(config: Trainer.Config, device: str) -> None:
         return
     if device == "cpu" and not float8.emulate:
         raise UsageError(
-            f"float8.recipe={float8.recipe}: float8 products are for GPUs of compute capability 8.9 and above; "
-            "on a CPU set float8.emulate to true (slow), or the recipe to none"
+            f"float8.recipe={float8.recipe}: this trainer multiplies float8 on GPUs only (compute capability 8.9 and "
+            "above); on a CPU set float8.emulate to true (slow), or the recipe to none"
         )
     if find_spec("torchao") is None:
         raise UnavailableError(f"float8.recipe={float8.recipe} needs torchao: {INSTALL}")

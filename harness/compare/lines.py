@@ -39,7 +39,7 @@ class Join:
     held: bool = False
 
 
-ALLOCATED_FORWARD = (ACTIVATIONS, "logits and loss")
+ALLOCATED_FORWARD = (ACTIVATIONS, "float8: ", "logits and loss")
 GATHERED = ("all-gather input", "all-gather output")
 ALLOCATED_BACKWARD = ("gradients", "activation gradients", "unsharded gradients", "accumulated gradients")
 REDUCED = ("reduce-scatter input", "reduce-scatter output")

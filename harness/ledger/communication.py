@@ -6,12 +6,15 @@ Ranks of different pipeline stages communicate differently: every figure then sa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, get_args
 
 from harness.config import DTYPE_BYTES, Trainer
+from harness.float8 import conversion, local_shape
+from harness.ledger.float8 import all_reduced
 from harness.ledger.layout import checkpointed_layers, copies_of_unit, unit_parameters
 from harness.pipeline.actions import Action, each_step
 from harness.pipeline.lowering import sends_and_receives
@@ -101,7 +104,7 @@ def _held_by_rank(config: Trainer.Config) -> dict[int | None, list[Held]]:
 
 
 def _of_rank(config: Trainer.Config, held: Sequence[Held]) -> list[Collective]:
-    parallel = (_data_parallel, _context_parallel, _tensor_parallel)
+    parallel = (_data_parallel, _context_parallel, _tensor_parallel, _float8_scales)
     return [*(c for of_dimension in parallel for c in of_dimension(config, held)), *_scalars(config)]
 
 
@@ -224,6 +227,30 @@ def _tensor_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[C
     parts = [one.part for one in held]
     # Two regions a layer; the embedding is only left, the head only entered, in as many parts as the loss has chunks.
     chunks = training.loss_chunks
+def _float8_scales(config: Trainer.Config, held: Sequence[Held]) -> Iterator[Collective]:
+    """The largest absolute values (float64) behind the scales of operands that are sharded."""
+    if config.float8.recipe == "none":
+        return
+    layers = [i for one in held for i in one.part.layers]
+    micro_batches = config.training.accumulation_steps * config.pipeline_micro_batches
+    again = sum(i in checkpointed_layers(config) for i in layers)
+    tokens = config.training.micro_batch_size * config.training.seq_len // config.parallelism.cp
+    totals: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for name in conversion(config).converted:
+        rows, columns = local_shape(config, name)
+        elements = {"": 1, "T": tokens, "N": rows, "K": columns}
+        forward, backward = all_reduced(config.float8.recipe, name)
+        for what, scales, times in (
+            ("float8 scales", (*forward, *backward), len(layers)),
+            ("float8 scales computed again", forward, again),
+        ):
+            counts[what] += micro_batches * times * len(scales)
+            totals[what] += micro_batches * times * 8 * sum(elements[one] for one in scales)
+    for what, count in counts.items():
+        yield Collective("tp", "all_reduce", f"{what} (float64)", count, totals[what])
+
+
     edges = micro_batches * sum(4 * len(part.layers) + part.embedding + chunks * part.head for part in parts)
     size = micro_batches * sum(4 * len(part.layers) + part.embedding + part.head for part in parts) * activation
     # Both regions, entered and left.

@@ -47,7 +47,7 @@ class Operators:
         frame = self.graph.frame
         return compute() if frame is None else frame.kept(compute, is_product=is_product)
 
-    def _cublas(self, thread: str) -> None:
+    def cublas(self, thread: str) -> None:
         if self.target == "cuda" and thread not in self.handles:
             self.handles[thread] = self.new("cuBLAS workspaces", CUBLAS_WORKSPACE, "handle")
 
@@ -60,11 +60,11 @@ class Operators:
         the product made in 2-D).
         """
         e, (inner, matrix, outer), saved = self.e, shape, x.storage
-        self._cublas("forward")
+        self.cublas("forward")
         out = Tensor(self.kept(lambda: self.new(category, e, outer), is_product=True))
 
         def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient | None]:
-            self._cublas("backward")
+            self.cublas("backward")
             wanted = self.graph.wanted
             if wanted == "inputs":
                 return [self.gradient(e, inner, is_view=True), gradient]

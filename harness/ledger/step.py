@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from harness.config import DTYPE_BYTES, Trainer
+from harness.float8 import conversion
 from harness.ledger.autograd import Gradient, Tensor
 from harness.ledger.chunked_loss import forward_and_backward, turns
 from harness.ledger.context_parallel import ContextParallel
+from harness.ledger.float8 import Float8
 from harness.ledger.fully_sharded import Sharding, Unit, after, before
 from harness.ledger.layout import checkpointed_layers, quantities, unit_parameters
 from harness.ledger.loss import VocabParallelLoss, cross_entropy, vocab_parallel_cross_entropy
@@ -75,6 +77,8 @@ class Step:
         counts = cp > 1 and target == "cpu" and beside is None
         self.positions = self.ops.new("token positions", 8, "S") if counts else None
         self.attend = self.ops.attention if cp == 1 else ContextParallel(self.ops, config, shard_rank % cp).attention
+        self.float8 = Float8(self.ops, config.float8.recipe, emulate=config.float8.emulate)
+        self.converted = conversion(config).converted
         self.plan = Redistribution(self.ops, sequence_parallel=config.parallelism.sequence_parallel)
         self.sharding = Sharding(
             self.tape,
@@ -224,14 +228,14 @@ class Step:
         """`x` stays alive beside what is gathered from it: torch's `_wrapped_call_impl` holds a module's arguments."""
         ops, plan = self.ops, self.plan
         gathered = plan.enter(x)
-        q = ops.linear(ATTENTION, gathered, weights["wq"], ("T·d", "d·d/t", "T·d/t"))
-        k = ops.linear(ATTENTION, gathered, weights["wk"], ("T·d", "kv·d/t", "T·kv/t"))
-        v = ops.linear(ATTENTION, gathered, weights["wv"], ("T·d", "kv·d/t", "T·kv/t"))
+        q = self._linear("wq", ATTENTION, gathered, weights, ("T·d", "d·d/t", "T·d/t"))
+        k = self._linear("wk", ATTENTION, gathered, weights, ("T·d", "kv·d/t", "T·kv/t"))
+        v = self._linear("wv", ATTENTION, gathered, weights, ("T·d", "kv·d/t", "T·kv/t"))
         q, k = ops.rotary(ATTENTION, q, "T·d/t"), ops.rotary(ATTENTION, k, "T·kv/t")
         out = self.attend(ATTENTION, q, k, v)
         if self.implementation.copies_heads:
             out = ops.copy_heads(ATTENTION, out)
-        return plan.leave(RESIDUAL, ops.linear(RESIDUAL, out, weights["wo"], ("T·d/t", "d·d/t", "T·d")))
+        return plan.leave(RESIDUAL, self._linear("wo", RESIDUAL, out, weights, ("T·d/t", "d·d/t", "T·d")))
 
     def _feed_forward(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         ops, plan = self.ops, self.plan
@@ -239,10 +243,16 @@ class Step:
         shape = ("T·d", "f·d/t", "T·f/t")
         hidden = ops.multiply(
             FEED_FORWARD,
-            ops.silu(FEED_FORWARD, ops.linear(FEED_FORWARD, gathered, weights["w1"], shape)),
-            ops.linear(FEED_FORWARD, gathered, weights["w3"], shape),
+            ops.silu(FEED_FORWARD, self._linear("w1", FEED_FORWARD, gathered, weights, shape)),
+            self._linear("w3", FEED_FORWARD, gathered, weights, shape),
         )
-        return plan.leave(RESIDUAL, ops.linear(RESIDUAL, hidden, weights["w2"], ("T·f/t", "f·d/t", "T·d")))
+        return plan.leave(RESIDUAL, self._linear("w2", RESIDUAL, hidden, weights, ("T·f/t", "f·d/t", "T·d")))
+
+    def _linear(
+        self, name: str, category: str, x: Tensor, weights: dict[str, Tensor], shape: tuple[str, str, str]
+    ) -> Tensor:
+        multiply = self.float8.linear if name in self.converted else self.ops.linear
+        return multiply(category, x, weights[name], shape)
 
     def loss(self, logits: Tensor) -> Tensor:
         if self.config.parallelism.tp == 1:

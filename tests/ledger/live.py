@@ -27,6 +27,10 @@ COLLECTIVES = {
 }
 
 
+WRAPPERS = ("DTensor", "AsyncCollectiveTensor", "Float8TrainingTensor")
+"""Subclasses whose operators run on the plain tensors in them, under the mode again."""
+
+
 class Live(TorchDispatchMode):
     """Sums the storages that operators returned, once each, while they live; `peak` since `restart`.
 
@@ -51,14 +55,15 @@ class Live(TorchDispatchMode):
         self.sent.clear()
 
     def _see(self, tensor: torch.Tensor) -> None:
-        inner = getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor))
-        storage = inner.untyped_storage()
+        for name in ("_local_tensor", "elem", "_data"):
+            tensor = getattr(tensor, name, tensor)
+        storage = tensor.untyped_storage()
         known = self.references.get(storage._cdata)
         if storage.device.type == "cpu" and (known is None or known() is None):
             self.references[storage._cdata] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t.__name__ in ("DTensor", "AsyncCollectiveTensor") for t in types):
+        if any(t.__name__ in WRAPPERS for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +22,9 @@ import torch
 
 from harness.config import ActivationCheckpoint, Decoder, Parallelism, Pipeline, Recorder, Trainer, Training
 from harness.config_json import field_names
+from harness.float8 import INSTALL, Float8
 from harness.recording import MODE_VARIABLE
+from harness.trainer import trainer
 
 from .live import Live
 
@@ -36,6 +40,7 @@ def layout(
     dp_shard: int, tp: int, *, model: Decoder.Config = MODEL, batch: int = 2, seq_len: int = 64, **options: Any
 ) -> Trainer.Config:
     parallelism = {name: options.pop(name) for name in field_names(Parallelism.Config) if name in options}
+    float8 = {name: options.pop(name) for name in field_names(Float8.Config) if name in options}
     mode, every = options.pop("checkpointing", "none"), options.pop("every", 1)
     pipeline = {name: options.pop(name) for name in field_names(Pipeline.Config) if name in options}
     config = Trainer.Config(
@@ -44,6 +49,7 @@ def layout(
         parallelism=Parallelism.Config(dp_shard=dp_shard, tp=tp, **parallelism),
         pipeline=Pipeline.Config(**pipeline),
         activation_checkpoint=ActivationCheckpoint.Config(mode=mode, every=every),
+        float8=Float8.Config(**float8),
         training=Training.Config(micro_batch_size=batch, seq_len=seq_len, device="cpu", **options),
     )
     config.validate()
@@ -228,11 +234,43 @@ CASES = {
     "cp2_ring_selective_tp2": (layout(1, 2, cp=2, cp_attention="ring", checkpointing="selective"), 2),
     "cp2_pp2_ring_zbv": (layout(1, 1, cp=2, pp=2, cp_attention="ring", schedule="ZBVZeroBubble", model=DEEP), 1),
 }
+    "float8_tensorwise_selective_tp2_fp32": (
+        layout(*(2, 2), recipe="tensorwise", emulate=True, checkpointing="selective", mixed_precision_param="float32"),
+        0,
+    ),
+    "float8_rowwise_tp2": (layout(2, 2, recipe="rowwise", emulate=True), 0),
+    "float8_rowwise_full_tp2_replicated": (
+        layout(2, 2, recipe="rowwise", emulate=True, checkpointing="full", sequence_parallel=False),
+        0,
+    ),
+    "float8_rowwise_some_uneven": (layout(3, 1, recipe="rowwise", emulate=True, model=UNEVEN), 2),
+    "float8_rowwise_gw_tp2": (layout(2, 2, recipe="rowwise_with_gw_hp", emulate=True), 0),
+    "float8_rowwise_gw_pp2_cp2": (layout(1, 1, pp=2, cp=2, recipe="rowwise_with_gw_hp", emulate=True), 1),
+    # The products that GPUs make, which torch's CPU has too.
+    "float8_kernels_tensorwise_tp2": (layout(2, 2, recipe="tensorwise"), 0),
+    "float8_kernels_rowwise_fp32": (layout(2, 1, recipe="rowwise", mixed_precision_param="float32"), 0),
+    "float8_kernels_rowwise_gw_tp2": (layout(2, 2, recipe="rowwise_with_gw_hp"), 0),
 """Name -> (configuration, rank). The last rank has what is left of uneven rows, or none of them."""
 
 
 class PhasePeaks:
     """A recorder of the most bytes alive in each phase of every step, over all its micro-batches."""
+def lacks(config: Trainer.Config) -> str | None:
+    """What is missing here to run a case."""
+    float8 = config.float8
+    if float8.recipe == "none":
+        return None
+    if find_spec("torchao") is None:
+        return f"torchao is not installed: {INSTALL}"
+    ones, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        if not float8.emulate:
+            torch._scaled_mm(ones, ones.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        return f"this torch has no float8 products on the CPU: {error}"
+    return None
+
+
 
     def __init__(self) -> None:
         self.live = Live()
@@ -284,6 +322,7 @@ def figures(config: Trainer.Config, rank: int) -> dict[str, Any]:
 
     os.environ |= {MODE_VARIABLE: "rehearsal", "RANK": str(rank), "WORLD_SIZE": str(config.world_size)}
     training = replace(config.training, steps=2)
+    trainer.validate_device = lambda config, device: None  # GPUs' float8 products are the CPU's for as long
     replace(config, training=training, recorder=PeaksOnly()).build(Path()).train()
     sent = recorder.live.sent
     counts = [[size, kind, n["count"], n["bytes"]] for (size, kind), n in sorted(sent.items())]
@@ -298,6 +337,10 @@ def main() -> None:
     for name, (config, rank) in CASES.items():
         receive, send = context.Pipe(duplex=False)
         child = context.Process(target=lambda: send.send(figures(config, rank)))  # noqa: B023, it runs within the turn
+        if lacks(config):
+            continue
+        if config.float8.recipe != "none":
+            import_module("torchao.float8")  # once, for all forks
         child.start()
         send.close()
         try:

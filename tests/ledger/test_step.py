@@ -16,7 +16,7 @@ from harness.ledger import Implementation, predict
 from harness.ledger.pipeline import PipelineStep
 from harness.ledger.step import Step
 
-from .real_steps import CASES
+from .real_steps import CASES, lacks
 
 SLACK = 128
 """Bytes of zero-dimensional tensors alive at a peak (loss, norm, counts), which the ledger leaves out."""
@@ -32,6 +32,11 @@ def measured() -> dict[str, Any]:
     return figures
 
 
+def skip_where_it_cannot_run(name: str) -> None:
+    if missing := lacks(CASES[name][0]):
+        pytest.skip(missing)
+
+
 def ledger_phases(step: Step | PipelineStep) -> dict[str, int]:
     step.run()
     phases = {"forward": 0, "backward": 0, "optimizer": 0}
@@ -44,6 +49,7 @@ def ledger_phases(step: Step | PipelineStep) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory(name: str, measured: dict[str, Any]) -> None:
+    skip_where_it_cannot_run(name)
     config, rank = CASES[name]
     shard_rank = rank // config.parallelism.tp % config.fsdp_shards
     options: Any = {"target": "cpu", "shard_rank": shard_rank, "implementation": Implementation()}
@@ -62,6 +68,7 @@ def test_memory(name: str, measured: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_communication(name: str, measured: dict[str, Any]) -> None:
     """Where axes have the same size, their collectives count together: operators do not name the axis."""
+    skip_where_it_cannot_run(name)
     config, rank = CASES[name]
     stage = rank // (config.world_size // config.parallelism.pp) if config.parallelism.pp > 1 else None
     layout = config.parallelism

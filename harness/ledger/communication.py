@@ -218,15 +218,6 @@ def _context_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[
     yield Collective("cp", "all_to_all", "gradients of keys and values (float32)", hops, layers * 4 * elements)
 
 
-def _tensor_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[Collective]:
-    model, training = config.model, config.training
-    element = DTYPE_BYTES[training.mixed_precision_param]
-    micro_batches = training.accumulation_steps * config.pipeline_micro_batches
-    tokens = training.micro_batch_size * training.seq_len // config.parallelism.cp
-    activation = tokens * model.dim * element
-    parts = [one.part for one in held]
-    # Two regions a layer; the embedding is only left, the head only entered, in as many parts as the loss has chunks.
-    chunks = training.loss_chunks
 def _float8_scales(config: Trainer.Config, held: Sequence[Held]) -> Iterator[Collective]:
     """The largest absolute values (float64) behind the scales of operands that are sharded."""
     if config.float8.recipe == "none":
@@ -251,6 +242,15 @@ def _float8_scales(config: Trainer.Config, held: Sequence[Held]) -> Iterator[Col
         yield Collective("tp", "all_reduce", f"{what} (float64)", count, totals[what])
 
 
+def _tensor_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[Collective]:
+    model, training = config.model, config.training
+    element = DTYPE_BYTES[training.mixed_precision_param]
+    micro_batches = training.accumulation_steps * config.pipeline_micro_batches
+    tokens = training.micro_batch_size * training.seq_len // config.parallelism.cp
+    activation = tokens * model.dim * element
+    parts = [one.part for one in held]
+    # Two regions a layer; the embedding is only left, the head only entered, in as many parts as the loss has chunks.
+    chunks = training.loss_chunks
     edges = micro_batches * sum(4 * len(part.layers) + part.embedding + chunks * part.head for part in parts)
     size = micro_batches * sum(4 * len(part.layers) + part.embedding + part.head for part in parts) * activation
     # Both regions, entered and left.

@@ -232,8 +232,6 @@ CASES = {
         1,
     ),
     "cp2_ring_selective_tp2": (layout(1, 2, cp=2, cp_attention="ring", checkpointing="selective"), 2),
-    "cp2_pp2_ring_zbv": (layout(1, 1, cp=2, pp=2, cp_attention="ring", schedule="ZBVZeroBubble", model=DEEP), 1),
-}
     "float8_tensorwise_selective_tp2_fp32": (
         layout(*(2, 2), recipe="tensorwise", emulate=True, checkpointing="selective", mixed_precision_param="float32"),
         0,
@@ -250,11 +248,11 @@ CASES = {
     "float8_kernels_tensorwise_tp2": (layout(2, 2, recipe="tensorwise"), 0),
     "float8_kernels_rowwise_fp32": (layout(2, 1, recipe="rowwise", mixed_precision_param="float32"), 0),
     "float8_kernels_rowwise_gw_tp2": (layout(2, 2, recipe="rowwise_with_gw_hp"), 0),
+    "cp2_pp2_ring_zbv": (layout(1, 1, cp=2, pp=2, cp_attention="ring", schedule="ZBVZeroBubble", model=DEEP), 1),
+}
 """Name -> (configuration, rank). The last rank has what is left of uneven rows, or none of them."""
 
 
-class PhasePeaks:
-    """A recorder of the most bytes alive in each phase of every step, over all its micro-batches."""
 def lacks(config: Trainer.Config) -> str | None:
     """What is missing here to run a case."""
     float8 = config.float8
@@ -271,6 +269,8 @@ def lacks(config: Trainer.Config) -> str | None:
     return None
 
 
+class PhasePeaks:
+    """A recorder of the most bytes alive in each phase of every step, over all its micro-batches."""
 
     def __init__(self) -> None:
         self.live = Live()
@@ -320,9 +320,9 @@ def figures(config: Trainer.Config, rank: int) -> dict[str, Any]:
         def build(self, directory: Path, **runtime: Any) -> Any:
             return recorder
 
+    trainer.validate_device = lambda config, device: None  # GPUs' float8 products are the CPU's for as long
     os.environ |= {MODE_VARIABLE: "rehearsal", "RANK": str(rank), "WORLD_SIZE": str(config.world_size)}
     training = replace(config.training, steps=2)
-    trainer.validate_device = lambda config, device: None  # GPUs' float8 products are the CPU's for as long
     replace(config, training=training, recorder=PeaksOnly()).build(Path()).train()
     sent = recorder.live.sent
     counts = [[size, kind, n["count"], n["bytes"]] for (size, kind), n in sorted(sent.items())]
@@ -335,12 +335,12 @@ def main() -> None:
     context = multiprocessing.get_context("fork")
     found = {}
     for name, (config, rank) in CASES.items():
-        receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=lambda: send.send(figures(config, rank)))  # noqa: B023, it runs within the turn
         if lacks(config):
             continue
         if config.float8.recipe != "none":
             import_module("torchao.float8")  # once, for all forks
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=lambda: send.send(figures(config, rank)))  # noqa: B023, it runs within the turn
         child.start()
         send.close()
         try:

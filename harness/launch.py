@@ -33,7 +33,7 @@ from harness.checkpoints import written_bytes
 from harness.config import Trainer
 from harness.config_json import to_dict, to_json
 from harness.masking import masked_arguments
-from harness.postmortem import failure_of_rehearsal, failure_of_torchrun, fold_logs, torchrun_logs
+from harness.postmortem import failure_of_rehearsal, failure_of_torchrun, first_failure, fold_logs, torchrun_logs
 from harness.recording import Status
 from harness.validation import validate_inputs, validate_rehearsal
 from harness.worker import LAUNCH_ID_VARIABLE, STACKS_SIGNAL, die_with_parent
@@ -45,6 +45,9 @@ WORKER = ("-m", "harness.worker")
 TIMEOUT_S = 300.0
 GRACE_S = 15.0
 POLL_S = 0.1
+FAILED_S = 60.0
+"""A rank that wrote why it failed and has not ended after so long never will: it waits for the device, and that for
+ranks which wait for it."""
 
 # What the ranks are given of this process's environment; the rest (tokens among it) stays here.
 # fmt: off
@@ -319,7 +322,7 @@ def _follow(
     on_step: OnStep | None,
 ) -> str | None:
     """Watches until torchrun ends (None), or until there is a reason to end it. A checkpoint that grows is progress."""
-    last_progress, written = time.monotonic(), 0
+    last_progress, written, looked = time.monotonic(), 0, time.monotonic()
     while process.poll() is None:
         if received:
             return f"interrupted by {received[0].name}"
@@ -330,6 +333,10 @@ def _follow(
             if written == before:
                 return followed.hang_reason(timeout_s)
             last_progress = time.monotonic()
+        if time.monotonic() - looked > min(FAILED_S, 5):
+            looked = time.monotonic()
+            if failed := first_failure(directory, older_than_s=FAILED_S):
+                return failed
         time.sleep(POLL_S)
     return None
 

@@ -6,7 +6,8 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,8 @@ def failure_of_torchrun(directory: Path, exit_code: int) -> str | None:
     for rank, (code, _) in exit_codes.items():
         if code < 0 and rank not in ended_by_torchrun:
             return f"rank {rank} {_killed(code)}"
-    failed = {
-        rank: document
-        for rank, document in recording.read_recording(directory).ranks.items()
-        if document.get("end_state") == "failed" and rank not in ended_by_torchrun
-    }
-    if failed:
-        first = min(failed, key=lambda rank: _failed_ns(failed[rank]))
-        return f"rank {first}: {failed[first].get('exception')}"
+    if failed := first_failure(directory, but_for=ended_by_torchrun):
+        return failed
     fold_logs(directory)
     for rank, (code, _) in exit_codes.items():
         if rank not in ended_by_torchrun:
@@ -69,6 +64,21 @@ def failure_of_rehearsal(directory: Path, rank: int, world_size: int, exit_code:
         return f"{who} does not fit: {line}" if OUT_OF_MEMORY.search(line) else f"{who}: {line}"
     log = recording.log_path(directory, rank)
     return f"{who} exited with {exit_code}: {_last_line(log if log.exists() else directory / 'logs' / 'launcher.log')}"
+
+
+def first_failure(directory: Path, *, but_for: Container[int] = (), older_than_s: float = 0.0) -> str | None:
+    """The rank that failed first, but for some, and its exception; None if none did, or not so long ago."""
+    failed = {
+        rank: document
+        for rank, document in recording.read_recording(directory).ranks.items()
+        if document.get("end_state") == "failed" and rank not in but_for
+    }
+    if not failed:
+        return None
+    first = min(failed, key=lambda rank: _failed_ns(failed[rank]))
+    if older_than_s and time.time_ns() - _failed_ns(failed[first]) < older_than_s * 1e9:
+        return None
+    return f"rank {first}: {failed[first].get('exception')}"
 
 
 def _failed_ns(document: Mapping[str, Any]) -> int:

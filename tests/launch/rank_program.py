@@ -44,6 +44,11 @@ try:
         if rank == 1:
             raise ValueError("the reason\nand a second line")
         wait_for_ever()
+    elif scenario == "rank 1 fails and stays":
+        if rank == 1:
+            failed = {"end_state": "failed", "exception": "ValueError: the reason", "failed_unix_ns": time.time_ns()}
+            recording.write_json(recording.rank_path(directory, rank), {"rank": rank, "pid": os.getpid(), **failed})
+        wait_for_ever()
     elif scenario == "rank 1 is killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

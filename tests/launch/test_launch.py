@@ -110,6 +110,16 @@ def test_rank_that_exits_without_an_exception_is_named_with_its_code_and_last_li
     assert (status.state, status.reason) == ("failed", "rank 1 exited with 7: nothing left to do")
 
 
+def test_rank_that_failed_and_cannot_end_is_ended(tmp_path, monkeypatch):
+    """Its device waits for a collective that its peers, which wait for it, never join."""
+    monkeypatch.setattr("harness.launch.FAILED_S", 2.0)
+    directory = tmp_path / "run"
+
+    status = run(directory, "rank 1 fails and stays", timeout_s=120, grace_s=1)
+
+    assert (status.state, status.reason) == ("failed", "rank 1: ValueError: the reason")
+
+
 def test_hang_names_the_rank_that_is_behind_and_ends_even_a_rank_that_ignores_sigterm(tmp_path):
     directory = tmp_path / "run"
 

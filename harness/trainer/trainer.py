@@ -99,6 +99,7 @@ class Trainer(config.Trainer):
                 ExitStack() as ending,
                 recorder,
                 closing(build_batches(self.config, dp_rank=dp_rank, dp_size=dp_size)) as self.batches,
+                abandoned_collectives(self.device),
             ):
                 with recorder.category("parameter"):
                     self.model = self._build_model(recorder)
@@ -298,7 +299,20 @@ def process_group(device: torch.device, timeout_s: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def abandoned_collectives(device: torch.device) -> Iterator[None]:
+    """After an exception the device still waits in NCCL for peers that wait for this rank: nothing recorded on it could
+    be written, nor the process end. Inside the recorder, this ends every group first."""
+    try:
+        yield
+    except BaseException:
+        if device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config():
+            torch.distributed.distributed_c10d._abort_process_group()  # torch up to 2.13 has no public way
+        raise
 
 
 def set_timeouts(mesh: DeviceMesh, context: dist.ProcessGroup | None, seconds: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.config import Trainer
 from harness.config_json import to_dict
 from harness.trainer.legacy_streams import collective_memory
-from harness.trainer.trainer import DTYPES, device_and_mode, process_group
+from harness.trainer.trainer import DTYPES, abandoned_collectives, device_and_mode, process_group
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
@@ -44,7 +44,7 @@ class Workload(ABC):
                 mesh={"world": list(range(self.world_size))},
                 mode=self.mode,
             )
-            with recorder, torch.no_grad():
+            with recorder, abandoned_collectives(self.device), torch.no_grad():
                 torch.manual_seed(training.seed + self.rank)
                 self.allocate()
                 checksums = torch.zeros(training.steps, device=self.device)

@@ -341,6 +341,11 @@ class Trainer:
             return self.world_size // (layout.dp_replicate * layout.cp * layout.tp * layout.pp)
 
         @property
+        def tied_across_stages(self) -> bool:
+            """The first and the last stage of a pipeline both have the matrix of tied embeddings."""
+            return self.model.tied_embeddings and self.parallelism.pp > 1
+
+        @property
         def fsdp_shards(self) -> int:
             """How many ranks FSDP2 shards over: context-parallel ranks hold the same parameters, and count."""
             return self.dp_shard * self.parallelism.cp

@@ -71,7 +71,8 @@ def collectives(config: Trainer.Config) -> list[Collective]:
     for rank, held in _held_by_rank(config).items():
         own = _of_rank(config, held)
         if rank is not None:
-            own += _transfers(config, plan(config).actions[rank])
+            pipeline = plan(config)
+            own += [*_transfers(config, pipeline.actions[rank]), *_tied_gradients(config, pipeline, rank)]
         found += [replace(c, pipeline_rank=rank) for c in own]
     return [c for c in found if c.count and degrees[c.dimension] > 1]
 
@@ -125,6 +126,14 @@ def _transfers(config: Trainer.Config, row: Sequence[Action]) -> Iterator[Collec
         for kind in get_args(Literal["send", "recv"]):
             count = training.accumulation_steps * of_pass[f"{kind.upper()}_{action}"]
             yield Collective("pp", kind, what, count, count * size)
+
+
+def _tied_gradients(config: Trainer.Config, pipeline: Plan, rank: int) -> Iterator[Collective]:
+    """The ends of a pipeline tell each other the gradients of the matrix that both have, once a step."""
+    if config.tied_across_stages and pipeline.other_end(rank) is not None:
+        size = 4 * config.model.vocab_size * config.model.dim // (config.parallelism.tp * config.fsdp_shards)
+        for kind in get_args(Literal["send", "recv"]):
+            yield Collective("pp", kind, "tied embedding gradients (float32)", 1, size)
 
 
 def by_dimension_and_kind(found: list[Collective]) -> list[Collective]:
@@ -255,13 +264,15 @@ def _tensor_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[C
     size = micro_batches * sum(4 * len(part.layers) + part.embedding + part.head for part in parts) * activation
     # Both regions, entered and left.
     again = micro_batches * 2 * sum(i in checkpointed_layers(config) for part in parts for i in part.layers)
-    keeps_scattered = config.activation_checkpoint.mode == "selective"
+    keeps_scattered = config.activation_checkpoint.mode in ("selective", "memory_budget")
+    # A compiled layer computes again what backward needs, and that is not what leaves its last region.
+    left = again // 2 if config.compile.blocks else again
     if config.parallelism.sequence_parallel:
         # A region is entered by a gather and left by a scatter; backward mirrors it.
         yield Collective("tp", "all_gather", "activations", edges, size)
         yield Collective("tp", "reduce_scatter", "activations", edges, size)
         yield Collective("tp", "all_gather", "activations computed again", again, again * activation)
-        scattered = 0 if keeps_scattered else again
+        scattered = 0 if keeps_scattered else left
         yield Collective("tp", "reduce_scatter", "activations computed again", scattered, scattered * activation)
         adds_up = not training.reduce_every_micro_batch
         for one in held:
@@ -274,7 +285,7 @@ def _tensor_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[C
     else:
         # Forward where a region is left, backward where it is entered.
         yield Collective("tp", "all_reduce", "activations", edges, size)
-        yield Collective("tp", "all_reduce", "activations computed again", again, again * activation)
+        yield Collective("tp", "all_reduce", "activations computed again", left, left * activation)
     sums = 3 * micro_batches * sum(part.head for part in parts)
     what = "cross-entropy: max, sum, target (float32)"
     yield Collective("tp", "all_reduce", what, chunks * sums, sums * tokens * 4)

@@ -32,8 +32,8 @@ def unit_parameters(config: Trainer.Config, part: Part | None = None) -> dict[st
     """The parameters of an `embedding`, a `layer` and a `head` unit on one tensor-parallel rank, in module order; with
     `part`, of the units that this part of the model has.
 
-    A tied embedding belongs to the head's unit, which then has one matrix; there is no `embedding` unit. Where the
-    head is another pipeline stage's, the last norm is a `norm` unit.
+    A tied embedding belongs to the head's unit, which then has one matrix; there is no `embedding` unit. In a pipeline
+    both ends have the matrix. Where the head is another stage's, the last norm is a `norm` unit.
     """
     part = part or whole(config.model.n_layers)
     model, tp = config.model, config.parallelism.tp
@@ -54,7 +54,7 @@ def unit_parameters(config: Trainer.Config, part: Part | None = None) -> dict[st
         Parameter("w2", "f·d/t", d, f // tp),
         Parameter("w3", "f·d/t", f // tp, d),
     ]
-    if model.tied_embeddings:
+    if model.tied_embeddings and not config.tied_across_stages:
         return {"layer": layer, "head": [embedding, norm("norm")]}
     ends = [norm("norm")] if part.norm else []
     if part.head:
@@ -71,8 +71,11 @@ def copies_of_unit(config: Trainer.Config, part: Part | None = None) -> dict[str
 
 def checkpointed_layers(config: Trainer.Config) -> range:
     """Numbers of the layers that compute again what they did not keep."""
-    every, layers = config.activation_checkpoint.every, config.model.n_layers
-    return range(0) if config.activation_checkpoint.mode == "none" else range(every - 1, layers, every)
+    checkpointing, layers = config.activation_checkpoint, config.model.n_layers
+    keeps_all = checkpointing.mode == "none" or (
+        checkpointing.mode == "memory_budget" and checkpointing.memory_budget == 1
+    )
+    return range(0) if keeps_all else range(checkpointing.every - 1, layers, checkpointing.every)
 
 
 MEANINGS = {

@@ -40,6 +40,7 @@ class PipelineStep:
         pipeline = plan(config)
         self.config, self.actions = config, pipeline.actions[pipeline_rank]
         numbers = pipeline.stages_of(pipeline_rank)
+        self.exchanges_gradients = config.tied_across_stages and pipeline.other_end(pipeline_rank) is not None
         self.quantities = quantities(config, shard_rank, [pipeline.parts[number] for number in numbers])
         self.stages: dict[int, _Stage] = {}
         self.sent: list[Storage] = []
@@ -77,8 +78,16 @@ class PipelineStep:
         for number in range(1, passes + 1):
             self._pass("" if passes == 1 else f", pass {number}")
         tape.instant("optimizer")
+        self._exchange_tied_gradients()
         self.first._update()
         del batches
+
+    def _exchange_tied_gradients(self) -> None:
+        """What comes from the other end, and with CPU offload what is sent."""
+        if self.exchanges_gradients:
+            received = self.first.ops.new("tied gradients", 4, "V·d/t/W")
+            sent = self.first.ops.new("tied gradients", 4, "V·d/t/W") if self.config.training.cpu_offload else None
+            del received, sent
 
     def _pass(self, suffix: str) -> None:
         for stage in self.stages.values():

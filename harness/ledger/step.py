@@ -97,7 +97,8 @@ class Step:
 
         policy = "never" if config.parallelism.pp > 1 else config.parallelism.reshard_after_forward
         parameters = unit_parameters(config, self.part)
-        frees, self.tied = policy != "never", config.model.tied_embeddings
+        frees = policy != "never"
+        self.tied = config.model.tied_embeddings and not config.tied_across_stages
         self.embedding: Unit | None = None
         if "embedding" in parameters:
             self.embedding = Unit(

@@ -39,6 +39,12 @@ class Plan:
         """The rank that computes the loss."""
         return self.rank_of[len(self.parts) - 1]
 
+    def other_end(self, rank: int) -> int | None:
+        """The rank of the last stage for that of the first, and the other way round; None for ranks of neither, and of
+        both."""
+        first, last = self.rank_of[0], self.last_rank
+        return {first: last, last: first}.get(rank) if first != last else None
+
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage in range(len(self.parts)) if self.rank_of[stage] == rank]
 

@@ -50,10 +50,12 @@ def require_pipeline(config: Trainer.Config) -> None:
             raise UsageError(f"pipeline.{name}={value} must be at least {least}")
     if (pipeline.micro_batches or 0) > MOST_MICRO_BATCHES:
         raise UsageError(f"pipeline.micro_batches={pipeline.micro_batches} must be at most {MOST_MICRO_BATCHES:,}")
-    if config.model.tied_embeddings:
+    parts = layout.tp * config.fsdp_shards
+    if config.model.tied_embeddings and config.model.vocab_size % parts:
         raise UsageError(
-            f"model.tied_embeddings with parallelism.pp={layout.pp}: the first and the last stage would both hold the "
-            "matrix; set it to false, or pp to 1"
+            f"model.vocab_size={config.model.vocab_size} with model.tied_embeddings and parallelism.pp={layout.pp}: the "
+            f"first and the last stage exchange gradients of equal parts of the matrix; use a multiple of {parts} (tp × "
+            f"{config.fsdp_axis})"
         )
     if layout.reshard_after_forward == "always":  # torch finds no gradients of weights that are freed before an I
         raise UsageError(

@@ -1,7 +1,8 @@
 """Saving and loading a training run through torch.distributed.checkpoint (DCP), by parameter name.
 
 Names and global shapes are those of the whole model, so what one layout saved, any other loads: DCP reads for each
-rank the parts that its shards need. A parameter that two modules share (tied embeddings) is stored once.
+rank the parts that its shards need. A matrix that embedding and head share is stored once, under the embedding's name;
+so is one that two stages of a pipeline have copies of.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from harness.errors import UsageError
 from harness.trainer.checkpoint_writer import CheckpointWriter, one_line, remove_abandoned
 from harness.trainer.data import Batches
 from harness.trainer.model.decoder import Decoder
+from harness.trainer.tied_ends import TiedEnds, one_matrix
 
 
 def agree_on_checkpoint(path: Path) -> tuple[Path, Header]:
@@ -58,6 +60,7 @@ class Checkpointer:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         batches: Batches,
+        tied_ends: TiedEnds | None = None,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -65,6 +68,7 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._batches = batches
+        self._tied_ends = tied_ends
         self._group: dist.ProcessGroup | None = None
         if config.interval or config.load is not None:
             timeout = timedelta(seconds=config.timeout_s)
@@ -135,6 +139,8 @@ class Checkpointer:
         with one_line(checkpoint, "cannot be read"):
             planner = _Planner(checkpoint, self._names_of_all(tensors))
             dcp_load(tensors, checkpoint_id=checkpoint, planner=planner, process_group=self._group)
+        if self._tied_ends is not None:
+            self._tied_ends.copy_to_head(self._optimizer)
         for name, saved in msgspec.to_builtins(header.model).items():
             here = getattr(self._model.config, name)
             if here != saved:  # what no shape tells, such as the number of heads
@@ -150,6 +156,8 @@ class Checkpointer:
         tensors: dict[str, Any] = {"model": dict(self._model.named_parameters())}
         if with_optimizer:
             tensors["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)["state"]
+        if self._tied_ends is not None:
+            return {part: one_matrix(of_name) for part, of_name in tensors.items()}
         return tensors
 
     def _names_of_all(self, tensors: dict[str, Any]) -> set[str]:

@@ -35,8 +35,8 @@ def fully_shard_decoder(
 ) -> None:
     """Wraps embedding, every layer, and norm with head as one unit each; then the root, which owns nothing itself.
 
-    A tied embedding belongs to the unit of the head: one parameter cannot be in two. The last unit is needed first in
-    backward: `default` keeps it gathered, unless with `head_in_chunks` the head runs apart, later. A two-dimensional
+    An embedding whose matrix the head shares belongs to its unit: one parameter cannot be in two. The last unit is
+    needed first in backward: `default` keeps it gathered, unless with `head_in_chunks` the head runs apart, later. A two-dimensional
     mesh replicates over its first axis (HSDP), one of a single rank installs mixed precision only. Gradients are
     summed, not averaged: the loss is already divided by the valid tokens of all ranks. With `cpu_offload` shards and
     their gradients are in host memory, and the parameters have to be materialised there.
@@ -50,7 +50,7 @@ def fully_shard_decoder(
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
     }
     free = policy != "never"
-    tied = model.config.tied_embeddings
+    tied = model.shares_matrix
     if model.tok_embeddings is not None and not tied:
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=free)
     for layer in model.layers.values():
@@ -89,11 +89,11 @@ def _set_prefetch(model: Decoder, depth: int) -> None:
     """Without a list of its own a unit falls back to torch's rule, which gathers one unit ahead in backward: for none a
     unit is told to gather itself, which it is already."""
     ends = model.norm if model.norm is not None else model.lm_head
-    in_order = [model.tok_embeddings, *model.layers.values(), None if model.config.tied_embeddings else ends]
+    in_order = [model.tok_embeddings, *model.layers.values(), None if model.shares_matrix else ends]
     units = [cast(FSDPModule, unit) for unit in in_order if unit is not None]
     for place, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + depth])
-    if model.config.tied_embeddings and model.tok_embeddings is not None:
+    if model.shares_matrix and model.tok_embeddings is not None:
         units = [*units[1:], units[0]]  # its forward, which the head ends, is the last to be done
     for place, unit in enumerate(units):
         ahead = units[max(0, place - depth) : place][::-1]

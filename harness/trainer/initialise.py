@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.trainer.model.decoder import Decoder
+from harness.trainer.model.decoder import EMBEDDING, HEAD, Decoder
 
 CHUNK = 1 << 22
 """Elements computed at a time; bounds the temporaries to about 150 MiB."""
@@ -33,7 +33,8 @@ def initialise(model: Decoder, seed: int, device: torch.device | None = None) ->
             local.fill_(1.0)
         else:
             std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
-            key = int(_mix(torch.tensor((seed << 32) ^ zlib.crc32(name.encode()))))
+            matrix = EMBEDDING if name == HEAD and model.config.tied_embeddings else name
+            key = int(_mix(torch.tensor((seed << 32) ^ zlib.crc32(matrix.encode()))))
             _fill_normal(local, _offset(parameter), parameter.shape[1], std, key, device or local.device)
     model.recompute_buffers(device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -31,25 +31,27 @@ def build_optimizer(
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh, *, copies: Collection[nn.Parameter] = ()
+) -> torch.Tensor:
     """Scales all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, 0-d float32.
 
     One all-reduce of one float32 per mesh axis of several ranks, on the mesh's device wherever the gradients are. A
     gradient that is replicated on an axis is counted once: its square is divided by the size of that axis before the
-    sum.
+    sum. `copies` are parameters that count elsewhere, and are scaled as all are.
     """
     local, share = [], []
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
             continue
-        copies = 1
+        holders = 1
         if isinstance(grad, DTensor):
             for dim, placement in enumerate(grad.placements):
-                copies *= grad.device_mesh.size(dim) if placement.is_replicate() else 1
+                holders *= grad.device_mesh.size(dim) if placement.is_replicate() else 1
             grad = grad.to_local()
         local.append(grad)
-        share.append(1.0 / copies)
+        share.append(0.0 if parameter in copies else 1.0 / holders)
     norms = torch.stack(torch._foreach_norm(local))
     total = norms.square_().mul_(torch.tensor(share, device=norms.device)).sum().to(mesh.device_type)
     for axis in mesh.mesh_dim_names or ():

@@ -36,6 +36,7 @@ from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
 from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh
 from harness.trainer.pipeline import Pipeline, own_part, stage_modules
+from harness.trainer.tied_ends import TiedEnds
 from harness.validation import validate_device, validate_inputs, validate_rehearsal
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Trainer(config.Trainer):
         self.plan = plan(config) if self.dims.pp > 1 else None
         self.pipeline: Pipeline | None = None
         self.chunked_loss: ChunkedLoss | None = None
+        self.tied_ends: TiedEnds | None = None
 
     def train(self) -> list[float]:
         """Trains up to `training.steps` steps, from where a loaded checkpoint stands, into a recording at `directory`;
@@ -112,6 +114,7 @@ class Trainer(config.Trainer):
                     model=self.model,
                     optimizer=self.optimizer,
                     batches=self.batches,
+                    tied_ends=self.tied_ends,
                 )
                 ending.callback(checkpoints.close)  # once the recorder has written what it has
                 if loaded:
@@ -173,6 +176,8 @@ class Trainer(config.Trainer):
         model.tie_embeddings()
         initialise(model, training.seed, self.device)
         if self.plan is not None:
+            if self.config.tied_across_stages:
+                self.tied_ends = TiedEnds(model, self.plan, self.mesh)
             self.pipeline = Pipeline(self.plan, model, roots, self.config, self.mesh, self.device, recorder, self.loss)
         elif training.loss_chunks > 1:
             self.chunked_loss = ChunkedLoss(self.config, model, self.tp_group, recorder, self.loss)
@@ -196,7 +201,10 @@ class Trainer(config.Trainer):
             for left, (tokens, labels) in zip(reversed(range(len(batches))), batches, strict=True):
                 total += self._micro_batch(tokens, labels, valid, recorder, is_last=left == 0)
             with recorder.phase("optimizer"):
-                grad_norm = clip_grad_norm_(self.model.parameters(), training.max_norm, self.mesh)
+                copies = self.tied_ends.copies if self.tied_ends is not None else ()
+                if self.tied_ends is not None:
+                    self.tied_ends.add_up_gradients()
+                grad_norm = clip_grad_norm_(self.model.parameters(), training.max_norm, self.mesh, copies=copies)
                 lr = self.config.optimizer.lr_at(step, training.steps)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr

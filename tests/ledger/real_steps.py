@@ -172,6 +172,8 @@ CASES = {
     "pp2_1f1b_fsdp2": (layout(2, 1, pp=2, micro_batches=4), 1),
     "pp2_1f1b_last_fp32": (layout(1, 1, pp=2, mixed_precision_param="float32"), 1),
     "pp2_accumulate2_hsdp2x2": (layout(2, 1, dp_replicate=2, pp=2, accumulation_steps=2), 0),
+    "pp2_tied_fsdp2_last": (layout(2, 1, pp=2, model=WIDE_TIED, batch=1, seq_len=16), 3),
+    "pp2_tied_zbv_tp2": (layout(1, 2, pp=2, schedule="ZBVZeroBubble", model=replace(DEEP, tied_embeddings=True)), 0),
     "pp2_gpipe_fsdp3_uneven": (layout(3, 1, pp=2, schedule="GPipe", model=UNEVEN), 5),
     "pp2_interleaved_tp2": (
         layout(1, 2, pp=2, schedule="Interleaved1F1B", model=DEEP, mixed_precision_param="float32"),

@@ -34,6 +34,7 @@ class Layout:
     parallelism: dict[str, Any]
     pipeline: dict[str, Any]
     accumulation_steps: int = 1
+    tied: bool = False
 
 
 # Its communication is its own: rank 1 asks for both activations before it computes.
@@ -50,6 +51,9 @@ LAYOUTS = {
     "zero_bubble_hsdp2x1": Layout({"pp": 2, "dp_replicate": 2}, {"schedule": "InterleavedZeroBubble"}),
     "zbv_fsdp2": Layout({"pp": 2, "dp_shard": 2}, {"schedule": "ZBVZeroBubble"}),
     "dualpipev_tp2": Layout({"pp": 2, "tp": 2}, {"schedule": "DualPipeV"}),
+    "tied_1f1b_fsdp2_two_passes": Layout({"pp": 2, "dp_shard": 2}, {"schedule": "1F1B"}, 2, tied=True),
+    "tied_zbv_tp2": Layout({"pp": 2, "tp": 2}, {"schedule": "ZBVZeroBubble"}, tied=True),
+    "tied_interleaved_pp4": Layout({"pp": 4}, {"schedule": "Interleaved1F1B", "micro_batches": 4}, tied=True),
     "table_fsdp2": Layout(
         {"pp": 2, "dp_shard": 2},
         {
@@ -60,14 +64,19 @@ LAYOUTS = {
 }
 
 
-def configuration(name: str | None) -> Trainer.Config:
-    """A layout, or with None one process."""
-    layout = LAYOUTS[name] if name else Layout({}, {})
+SINGLE = {False: "single", True: "single_tied"}
+"""One process, for layouts with and without tied embeddings."""
+
+
+def configuration(name: str) -> Trainer.Config:
+    layout = LAYOUTS.get(name, Layout({}, {}, tied=name == SINGLE[True]))
     parallelism = Parallelism.Config(**{"dp_shard": 1, **layout.parallelism})
     config = Trainer.Config(
-        name=name or "single",
+        name=name,
         world_size=math.prod(getattr(parallelism, axis) for axis in ("pp", "dp_replicate", "dp_shard", "tp")),
-        model=Decoder.Config(vocab_size=512, dim=64, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=176),
+        model=Decoder.Config(
+            vocab_size=512, dim=64, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=176, tied_embeddings=layout.tied
+        ),
         parallelism=parallelism,
         pipeline=Pipeline.Config(**layout.pipeline),
         training=Training.Config(
@@ -87,14 +96,14 @@ def configuration(name: str | None) -> Trainer.Config:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory, pool) -> Callable[[str | None], Report]:
+def recorded(tmp_path_factory, pool) -> Callable[[str], Report]:
     """The report of a run of a layout, run once."""
     folder: Path = tmp_path_factory.mktemp("pipelines")
-    reports: dict[str | None, Report] = {}
+    reports: dict[str, Report] = {}
 
-    def of(name: str | None) -> Report:
+    def of(name: str) -> Report:
         if name not in reports:
-            directory = folder / (name or "single")
+            directory = folder / name
             directory.mkdir()
             pool.train(configuration(name), directory)
             reports[name] = build(directory)
@@ -105,7 +114,7 @@ def recorded(tmp_path_factory, pool) -> Callable[[str | None], Report]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_schedule_trains_as_one_process_does(recorded, name):
-    reference, report = recorded(None), recorded(name)
+    reference, report = recorded(SINGLE[LAYOUTS[name].tied]), recorded(name)
     assert [step["step"] for step in report.steps] == [0, 1, 2, 3]
     for expected, actual in zip(reference.steps, report.steps, strict=True):
         assert actual["loss"] == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)

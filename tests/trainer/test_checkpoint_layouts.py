@@ -82,7 +82,7 @@ def test_four_tensor_parallel_ranks_load_what_two_by_two_saved(documents, pool, 
     ("tied", "layout"),
     [
         *((False, layout) for layout in ("single", "fsdp4", "fsdp2_tp2", "hsdp2x2", "pp2_fsdp2")),
-        *((True, layout) for layout in ("single", "fsdp4", "fsdp2_tp2", "hsdp2x2")),
+        *((True, layout) for layout in ("single", "fsdp4", "fsdp2_tp2", "hsdp2x2", "pp2_fsdp2")),
     ],
 )
 def test_every_layout_saves_the_whole_model(documents, pool, tmp_path, layout, tied):
@@ -99,6 +99,35 @@ def test_every_layout_saves_the_whole_model(documents, pool, tmp_path, layout, t
         assert torch.equal(found[f"model.{name}"], parameter.detach()), name
         assert found[f"optimizer.{name}.exp_avg"].shape == parameter.shape
         assert found[f"optimizer.{name}.step"] == 1
+
+
+@pytest.mark.distributed
+def test_both_ends_of_a_pipeline_go_on_with_the_matrix_that_one_unit_saved_and_the_way_back(documents, pool, tmp_path):
+    """First and last stage on different ranks, and both on the first one (V placement)."""
+
+    def tied(layout: str, steps: int, load: Path | None = None) -> Trainer.Config:
+        config = configuration(documents, layout, steps=steps, load=load)
+        config.model.tied_embeddings = True
+        return config
+
+    pool.train(tied("fsdp2_tp2", 4), tmp_path / "run")
+    source, expected = checkpoint_path(tmp_path / "run", 2), losses_of(tmp_path / "run")
+    apart, together = tied("pp2_fsdp2", 4, source), tied("pp2_tp2", 4, source)
+    together.pipeline.schedule = "ZBVZeroBubble"
+    together.pipeline.split = [["tok_embeddings"], ["layers.0"], ["layers.1"], ["norm", "lm_head"]]
+    together.pipeline.micro_batches, together.training.accumulation_steps = 4, 1
+    for name, config in (("apart", apart), ("together", together)):
+        pool.train(config, tmp_path / name)
+        back = tied("single", 5, checkpoint_path(tmp_path / name, 4))
+        back.checkpoint.interval = 0
+        pool.train(back, tmp_path / f"{name}_back")
+        found = losses_of(tmp_path / name)
+        assert list(found) == [2, 3]
+        for step, loss in found.items():
+            assert loss == pytest.approx(expected[step], rel=LOSS_TOLERANCE)
+    assert losses_of(tmp_path / "apart_back")[4] == pytest.approx(
+        losses_of(tmp_path / "together_back")[4], rel=LOSS_TOLERANCE
+    )
 
 
 SEED = 1

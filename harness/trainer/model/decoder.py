@@ -12,6 +12,9 @@ from harness.trainer.model.attention import Attention
 from harness.trainer.model.feed_forward import FeedForward
 from harness.trainer.model.rope import rotary_table
 
+EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
+"""Names of the two matrices that may be one."""
+
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: config.Decoder.Config) -> None:
@@ -42,6 +45,8 @@ class Decoder(config.Decoder, nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.shares_matrix = config.tied_embeddings
+        """Embedding and head are one parameter."""
         self.tie_embeddings()
         self.register_buffer("rotary", self._rotary_table(torch.get_default_device()), persistent=False)
 
@@ -50,13 +55,16 @@ class Decoder(config.Decoder, nn.Module):
         return table if self.positions is None else table[self.positions.to(device)]
 
     def tie_embeddings(self) -> None:
-        """Makes the head use the embedding's parameter where the configuration says so; again after anything that
-        replaces parameters module by module (sharding, `to_empty`)."""
-        if self.config.tied_embeddings and self.lm_head is not None and self.tok_embeddings is not None:
+        """Makes the head use the embedding's parameter where they share it; again after anything that replaces
+        parameters module by module (sharding, `to_empty`)."""
+        if self.shares_matrix:
+            assert self.lm_head is not None, "parts share nothing"
+            assert self.tok_embeddings is not None, "parts share nothing"
             self.lm_head.weight = self.tok_embeddings.weight
 
     def part(self, names: Collection[str]) -> Decoder:
-        """A decoder of the named modules (`layers.3`, `norm`) of this one, which both then hold."""
+        """A decoder of the named modules (`layers.3`, `norm`) of this one, which both then hold. Its head has a matrix
+        of its own, also where this one's shares the embedding's."""
         part = Decoder.__new__(Decoder)
         nn.Module.__init__(part)
         part.config, part.seq_len, part.positions = self.config, self.seq_len, self.positions
@@ -64,6 +72,9 @@ class Decoder(config.Decoder, nn.Module):
         part.layers = nn.ModuleDict({n: layer for n, layer in self.layers.items() if f"layers.{n}" in names})
         part.norm = self.norm if "norm" in names else None
         part.lm_head = self.lm_head if "lm_head" in names else None
+        part.shares_matrix = False
+        if self.shares_matrix and part.lm_head is not None:
+            part.lm_head.weight = nn.Parameter(torch.empty_like(part.lm_head.weight))
         part.register_buffer("rotary", self.rotary, persistent=False)
         return part
 

@@ -56,7 +56,7 @@ def shapes_of(config: Trainer.Config, unit: str, rank: int) -> list[ParameterSha
         "layer"
         if layer
         else "head"
-        if part.head or config.model.tied_embeddings
+        if part.head or (config.model.tied_embeddings and not config.tied_across_stages)
         else "norm"
         if part.norm
         else "embedding"

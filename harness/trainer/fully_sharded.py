@@ -36,10 +36,10 @@ def fully_shard_decoder(
     """Wraps embedding, every layer, and norm with head as one unit each; then the root, which owns nothing itself.
 
     An embedding whose matrix the head shares belongs to its unit: one parameter cannot be in two. The last unit is
-    needed first in backward: `default` keeps it gathered, unless with `head_in_chunks` the head runs apart, later. A two-dimensional
-    mesh replicates over its first axis (HSDP), one of a single rank installs mixed precision only. Gradients are
-    summed, not averaged: the loss is already divided by the valid tokens of all ranks. With `cpu_offload` shards and
-    their gradients are in host memory, and the parameters have to be materialised there.
+    needed first in backward: `default` keeps it gathered, unless with `head_in_chunks` the head runs apart, later. A
+    two-dimensional mesh replicates over its first axis (HSDP), one of a single rank installs mixed precision only.
+    Gradients are summed, not averaged: the loss is already divided by the valid tokens of all ranks. With `cpu_offload`
+    shards and their gradients are in host memory, and the parameters have to be materialised there.
     """
     # DTensor.to_local gives a view; nothing here writes to a unit's output in place, which is what this is about.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

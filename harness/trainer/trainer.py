@@ -20,29 +20,25 @@ from harness import config
 from harness.config_json import to_dict
 from harness.pipeline.plan import plan
 from harness.recording import MODE_VARIABLE, Mode
-from harness.trainer.activation_checkpoint import checkpoint_layers
+from harness.trainer.build import build_on_meta
 from harness.trainer.checkpoint import Checkpointer, agree_on_checkpoint
 from harness.trainer.chunked_loss import ChunkedLoss
-from harness.trainer.compiled import Compiled
 from harness.trainer.context_parallel import ContextParallel
 from harness.trainer.data import build_batches
-from harness.trainer.float8 import NO_PEAK, convert_linears
-from harness.trainer.fully_sharded import fully_shard_decoder, reduce_scatter_groups, set_fsdp_communication
+from harness.trainer.float8 import NO_PEAK
+from harness.trainer.fully_sharded import reduce_scatter_groups
 from harness.trainer.initialise import initialise
 from harness.trainer.legacy_streams import collective_memory
 from harness.trainer.loss import IGNORE_INDEX
 from harness.trainer.model.decoder import Decoder
-from harness.trainer.model.decoder_sharding import shard_decoder
 from harness.trainer.optimizer import build_optimizer, clip_grad_norm_
-from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks, data_mesh
-from harness.trainer.pipeline import Pipeline, own_part, stage_modules
+from harness.trainer.parallel_dims import DATA_AXES, ParallelDims, axis_group, axis_ranks
+from harness.trainer.pipeline import Pipeline
 from harness.trainer.tied_ends import TiedEnds
 from harness.validation import validate_device, validate_inputs, validate_rehearsal
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Trainer(config.Trainer):
@@ -137,48 +133,21 @@ class Trainer(config.Trainer):
 
     def _build_model(self, recorder: Recorder) -> Decoder:
         """The model, or of a pipeline what this rank holds of it, whose stages then share its modules."""
-        training, layout = self.config.training, self.config.parallelism
-        with torch.device("meta"):
-            model = self.config.model.build(seq_len=training.seq_len)
-        if self.plan is not None:
-            model = own_part(model, self.plan, self.mesh.get_local_rank("pp"))
-        if (float8 := convert_linears(model, self.config, self.device)) is not None:
-            recorder.about(float8=float8)
-        if self.dims.tp > 1:
-            shard_decoder(model, self.mesh["tp"], sequence_parallel=layout.sequence_parallel, async_op=layout.tp_async)
-        if self.context is not None:
-            self.context.shard(model)
-        checkpointed = checkpoint_layers(
-            model,
-            self.config.activation_checkpoint,
-            keeps_attention=self.context is None,
-            compiled=self.config.compile.blocks,
-        )
-        self.compiled = Compiled(self.config, self.device)
-        self.compiled.layers(model, checkpointed)
+        training = self.config.training
+        built = build_on_meta(self.config, self.mesh, self.device, plan=self.plan, context=self.context)
+        model, self.compiled = built.model, built.compiled
         self.loss = self.compiled.loss()
-        roots = [model]
-        if self.plan is not None:
-            roots = stage_modules(model, self.plan, self.mesh.get_local_rank("pp"))
-        for root in roots:
-            fully_shard_decoder(
-                root,
-                data_mesh(self.mesh),
-                param_dtype=DTYPES[training.mixed_precision_param],
-                reduce_dtype=DTYPES[training.mixed_precision_reduce],
-                # The schedule says what is gathered from one micro-batch to the next.
-                policy=layout.reshard_after_forward if self.plan is None else "never",
-                head_in_chunks=training.loss_chunks > 1,
-                cpu_offload=training.cpu_offload,
-            )
-            set_fsdp_communication(root, data_mesh(self.mesh), layout)
+        if built.float8 is not None:
+            recorder.about(float8=built.float8)
         model.to_empty(device="cpu" if training.cpu_offload else self.device)
         model.tie_embeddings()
         initialise(model, training.seed, self.device)
         if self.plan is not None:
             if self.config.tied_across_stages:
                 self.tied_ends = TiedEnds(model, self.plan, self.mesh)
-            self.pipeline = Pipeline(self.plan, model, roots, self.config, self.mesh, self.device, recorder, self.loss)
+            self.pipeline = Pipeline(
+                self.plan, model, built.roots, self.config, self.mesh, self.device, recorder, self.loss
+            )
         elif training.loss_chunks > 1:
             self.chunked_loss = ChunkedLoss(self.config, model, self.tp_group, recorder, self.loss)
         return model

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from harness.config import Trainer
 from harness.config_json import to_dict
+from harness.trainer.build import DTYPES
 from harness.trainer.legacy_streams import collective_memory
-from harness.trainer.trainer import DTYPES, abandoned_collectives, device_and_mode, process_group
+from harness.trainer.trainer import abandoned_collectives, device_and_mode, process_group
 
 if TYPE_CHECKING:
     from harness.record.recorder import Recorder

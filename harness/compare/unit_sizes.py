@@ -65,26 +65,35 @@ class UnitSizes:
         """Bytes and dtype of a state."""
         padded = sum(shape.padded_elements for shape in self.shapes)
         whole = sum(shape.gathered_elements for shape in self.shapes)
-        gathered = padded * (self.shards or 1)
+        gathered = padded * self.shards
+        size: Size | None
         match state.name:
             case "sharded parameters":
-                return self._held("parameter") or self._derived(padded, self.shard_dtype), self.shard_dtype
+                dtype = self.shard_dtype
+                size = self._held("parameter") or self._derived(padded, dtype)
             case "all-gather input":
-                return self._part("all_gather") or self._derived(padded, self.dtype), self.dtype
+                dtype = self.dtype
+                size = self._part("all_gather", state) or self._derived(padded, dtype)
             case "all-gather output":
-                return self._full("all_gather") or self._derived(gathered, self.dtype), self.dtype
+                dtype = self.dtype
+                size = self._full("all_gather", state) or self._derived(gathered, dtype)
             case "unsharded parameters":
-                measured = self._buffer("unsharded_parameter")
-                return measured or self._derived(gathered, self.dtype, like="all_gather"), self.dtype
+                dtype = self.dtype
+                size = self._buffer("unsharded_parameter") or self._derived(gathered, dtype) or self._like_gathered()
             case "unsharded gradients":
-                return self._derived(whole, self.dtype, like="all_gather"), self.dtype
+                dtype = self.dtype
+                size = self._derived(whole, dtype) or self._like_gathered()
             case "accumulated gradients":
-                return self._derived(whole, self.reduce_dtype), self.reduce_dtype
+                dtype = self.reduce_dtype
+                size = self._derived(whole, dtype)
             case "reduce-scatter input":
-                measured = self._full("reduce_scatter") or self._buffer("reduce_scatter_input")
-                return measured or self._derived(gathered, self.reduce_dtype), self.reduce_dtype
+                dtype = self.reduce_dtype
+                measured = self._full("reduce_scatter", state) or self._buffer("reduce_scatter_input")
+                size = measured or self._derived(gathered, dtype)
             case "gradient shards":
-                return self._held("gradient") or self._derived(padded, self.shard_dtype), self.shard_dtype
+                dtype = self.shard_dtype
+                size = self._held("gradient") or self._derived(padded, dtype)
+        return size or UNKNOWN, dtype
 
     def moved(self, transfer: Transfer) -> Size:
         """The full (unsharded) side of a collective."""
@@ -97,26 +106,29 @@ class UnitSizes:
     def _buffer(self, category: str) -> Size | None:
         return _measured(self.buffers.get(category), "snapshot")
 
-    def _collective(self, kind: str) -> Transfer | None:
-        return next((one for one in self.life.transfers if one.kind == kind), None)
+    def _collective(self, kind: str, state: State | None) -> Transfer | None:
+        """The one that reads or writes a state; by default the first."""
+        since = self.life.span.start if state is None else state.span.start
+        return next((one for one in self.life.transfers if one.kind == kind and one.span.end > since), None)
 
-    def _full(self, kind: str) -> Size | None:
-        one = self._collective(kind)
+    def _full(self, kind: str, state: State | None = None) -> Size | None:
+        one = self._collective(kind, state)
         return self.moved(one) if one is not None and self.moved(one).bytes is not None else None
 
-    def _part(self, kind: str) -> Size | None:
+    def _part(self, kind: str, state: State) -> Size | None:
         """The sharded side, which host ranges do not say."""
-        one = self._collective(kind)
+        one = self._collective(kind, state)
         if one is None or self.life.source == "host":
             return None
         return _measured(one.collective.in_bytes if kind == "all_gather" else one.collective.out_bytes, "trace")
 
-    def _derived(self, elements: int, dtype: str | None, *, like: str | None = None) -> Size:
-        """Elements of a dtype, else as large as the full side of a collective `like` it."""
-        if dtype is not None:
-            return Size(elements * DTYPE_BYTES[dtype], "configuration", measured=False)
-        full = self._full(like) if like else None
-        return Size(full.bytes, "trace", measured=False) if full else UNKNOWN
+    def _derived(self, elements: int, dtype: str | None) -> Size | None:
+        return None if dtype is None else Size(elements * DTYPE_BYTES[dtype], "configuration", measured=False)
+
+    def _like_gathered(self) -> Size | None:
+        """As large as what an all-gather brings together."""
+        full = self._full("all_gather")
+        return Size(full.bytes, "trace", measured=False) if full else None
 
 
 def _measured(value: int | None, source: Source) -> Size | None:

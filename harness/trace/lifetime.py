@@ -19,8 +19,9 @@ from harness.trace.activity import Activity, Collective, Mask
 from harness.trace.capture import Capture, DeviceCapture
 from harness.trace.events import MISSING
 from harness.trace.figures import COMMUNICATION, COMPUTE, MEMORY
-from harness.trace.intervals import EMPTY, Intervals, clip, intersection, join, subtract, union
-from harness.trace.ranges import OPTIMIZER_STEP, PHASES, HostRange
+from harness.trace.intervals import EMPTY, Intervals, clip, intersection, join, subtract
+from harness.trace.passes import OPENS, host_phases, passes
+from harness.trace.ranges import HostRange
 
 StateName = Literal[
     "sharded parameters",
@@ -34,9 +35,6 @@ StateName = Literal[
 ]
 STATES: tuple[StateName, ...] = StateName.__args__  # type: ignore[attr-defined]
 
-# Which range opens and which closes the time in which a unit computes.
-OPENS = {"pre_forward": "forward", "pre_backward": "backward"}
-CLOSES = {"post_forward": "forward", "post_backward_accumulate": "backward"}
 RESHARDS = ("post_forward", "post_backward_reshard")
 
 
@@ -73,7 +71,8 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """One pass of the unit: first start to last end of what it launched to compute; `busy` without the gaps."""
+    """One pass of the unit: first start to last end of what it launched to compute, on the host the pass itself; `busy`:
+    when it computed."""
 
     phase: str
     span: Span
@@ -245,7 +244,7 @@ class _Reader:
             opened = [one for one in self.named("pre_backward") if before < one.start < close.start]
             reduces = [one for one in self.named("post_backward_reduce") if close.start <= one.start < limit]
             before = close.start
-            begin = self.first_gradient(opened[-1] if opened else close, close)
+            begin = self.first_gradient(opened[-1].end if opened else self.backward_of(close), close)
             if begin is None:
                 continue
             if not reduces:
@@ -287,10 +286,15 @@ class _Reader:
     def accumulated(self, span: Span) -> State:
         return State(name="accumulated gradients", span=span, phase="backward")
 
-    def first_gradient(self, opened: HostRange, close: HostRange) -> int | None:
+    def backward_of(self, close: HostRange) -> int:
+        """Of a unit that ran in part (the head under a loss in chunks), which has no pre-backward."""
+        named = [one.start for one in self.ranges if one.name == "backward" and one.start <= close.start < one.end]
+        return named[-1] if named else close.start
+
+    def first_gradient(self, since: int, close: HostRange) -> int | None:
         if self.on_host:
-            return opened.end if opened is not close else close.start
-        found = self.bounds(self.launched(opened.end, close.start, COMPUTE, thread=close.thread))
+            return since
+        found = self.bounds(self.launched(since, close.start, COMPUTE, thread=close.thread))
         if found is None:
             found = self.bounds(self.wrote(close))
         return found.start if found else None
@@ -326,56 +330,25 @@ class _Reader:
     def computations(self) -> list[Computation]:
         """Every pass of the unit, with what it launched between its own ranges and not in another unit's."""
         found = []
-        again = [one for one in self.ranges if one.name.startswith("AC::") and one.unit == self.unit]
-        recomputed = _union(again)
-        for phase, windows in self.passes():
-            for name, times in (
-                (phase, subtract(windows, recomputed)),
-                ("recompute", intersection(windows, recomputed)),
-            ):
-                mask = np.zeros(self.in_step.size, np.bool_)
-                for start, end in zip(*(edge.tolist() for edge in times), strict=True):
-                    mask |= self.launched(start, end, COMPUTE)
-                span = self.bounds(mask)
-                if span is not None:
-                    found.append(Computation(phase=name, span=span, busy=self.activity.union(mask)))
+        for phase, windows in passes(self.ranges, self.unit):
+            busy = intersection(self.compute, windows) if self.on_host else self.computed(windows)
+            whole = windows if self.on_host else busy
+            if whole.start.size:
+                span = Span(int(whole.start[0]), int(whole.end[-1]))
+                found.append(Computation(phase=phase, span=span, busy=busy))
         return sorted(found, key=lambda one: one.span)
 
-    def passes(self) -> list[tuple[str, Intervals]]:
-        """Phase and host time of each pass of the unit: while it is the innermost unit at work."""
-        aside = _union([one for one in self.ranges if one.operation in OPENS])
-        found: list[tuple[str, Intervals]] = []
-        at_work: list[tuple[str, str]] = []
-        pieces: dict[str, list[Span]] = {}
-        since = 0
-        for one in self.ranges:
-            name, operation = one.unit, one.operation or ""
-            if name is None or operation not in OPENS | CLOSES:
-                continue
-            if at_work and at_work[-1][0] == self.unit:
-                pieces.setdefault(at_work[-1][1], []).append(Span(since, one.start))
-            since = one.start
-            if operation in OPENS:
-                if (name, OPENS[operation]) not in at_work:
-                    at_work.append((name, OPENS[operation]))
-                continue
-            phase = CLOSES[operation]
-            at_work = [entry for entry in at_work if entry != (name, phase)]
-            if name == self.unit and (spans := pieces.pop(phase, [])):
-                columns = (np.array(column, np.int64) for column in zip(*spans, strict=True))
-                found.append((phase, subtract(union(*columns), aside)))
-        return found
+    def computed(self, windows: Intervals) -> Intervals:
+        """What was launched in the windows of the host's time."""
+        mask = np.zeros(self.in_step.size, np.bool_)
+        for start, end in zip(*(edges.tolist() for edges in windows), strict=True):
+            mask |= self.launched(start, end, COMPUTE)
+        return self.activity.union(mask)
 
     def phases(self) -> list[tuple[str, Span]]:
-        """Forward, backward and optimizer as the trace names them, else as FSDP2's and the optimizer's ranges tell."""
-        named = [(one.name, one.start, one.end) for one in self.ranges if one.name in PHASES]
-        if not any(name in ("forward", "backward") for name, *_ in named):
-            named += self.phases_of_units()
-        if not any(name == "optimizer" for name, *_ in named):
-            steps = (one for one in self.ranges if one.name.startswith(OPTIMIZER_STEP))
-            named += [("optimizer", one.start, one.end) for one in steps]
+        """On the device: what was launched in them."""
         found: list[tuple[str, Span]] = []
-        for name, start, end in sorted(named, key=lambda item: item[1]):
+        for name, start, end in host_phases(self.ranges):
             span = Span(start, end) if self.on_host else self.bounds(self.launched(start, end, COMPUTE))
             if span is None:
                 continue
@@ -386,15 +359,3 @@ class _Reader:
                 begin = max(span.start, found[-1][1].end) if found else span.start
                 found.append((name, Span(begin, max(begin, span.end))))
         return found
-
-    def phases_of_units(self) -> list[tuple[str, int, int]]:
-        found = []
-        for phase in ("forward", "backward"):
-            mine = [one for one in self.ranges if one.unit and phase in (one.operation or "")]
-            if mine:
-                found.append((phase, mine[0].start, max(one.end for one in mine)))
-        return found
-
-
-def _union(ranges: Sequence[HostRange]) -> Intervals:
-    return union(np.array([r.start for r in ranges], np.int64), np.array([r.end for r in ranges], np.int64))

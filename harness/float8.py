@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from harness.errors import UnavailableError, UsageError
 
@@ -37,6 +37,21 @@ class Float8:
         linears: list[str] = field(default_factory=lambda: list(LINEARS))
         """Which linear layers of every decoder layer; one with a dimension, on a tensor-parallel rank, that is no
         multiple of 16 stays as it is, and so does the head."""
+
+
+class Left(TypedDict):
+    count: int
+    reason: str
+
+
+class Outcome(TypedDict):
+    """What became of a rank's linear layers, as ranks/rank{r}.json says it: name -> how many."""
+
+    recipe: str
+    emulated: bool
+    gpu_has_float8: bool
+    converted: dict[str, int]
+    left: dict[str, Left]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +99,14 @@ def require_float8(config: Trainer.Config) -> None:
     unknown = [name for name in float8.linears if name not in LINEARS]
     if unknown or not float8.linears or len(set(float8.linears)) < len(float8.linears):
         raise UsageError(f"float8.linears={','.join(float8.linears)}: name some of {', '.join(LINEARS)}, each once")
+    from harness.pipeline.requirements import splits_backward  # which knows the whole configuration, and so this part
+
+    if splits_backward(config):
+        raise UsageError(
+            f"float8.recipe={float8.recipe}: the schedule has backward in two parts, for inputs and for weights, and "
+            "the backward of a float8 layer is one, which each part would do whole: use a schedule with whole "
+            "backwards, such as 1F1B or Interleaved1F1B"
+        )
     tokens = config.training.micro_batch_size * config.training.seq_len // config.parallelism.cp
     if tokens % MULTIPLE and not float8.emulate and float8.recipe != "rowwise_with_gw_hp":
         raise UsageError(

@@ -145,6 +145,8 @@ def predict(
     config.validate()
     if config.training.cpu_offload:
         validate_device(config, target)
+    if config.compile.blocks and config.float8.recipe != "none":
+        raise UsageError("the ledger does not know what compiled layers (compile.blocks) keep of float8 products")
     if config.workload != "training":
         raise UsageError(f"the ledger predicts trainings; {config.workload} is a workload that trains nothing")
     implementation = implementation or Implementation()

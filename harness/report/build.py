@@ -17,6 +17,7 @@ from harness.memory import Analysis
 from harness.recording import Recording
 from harness.report.finding import Finding
 from harness.report.findings import find
+from harness.report.float8 import Float8, float8_of
 from harness.report.over_ranks import by_dimension, mean_parts, step_parts
 from harness.trace import Capture, read_captures
 
@@ -38,6 +39,7 @@ class Report:
     not_predicted: str | None = None
     communication: list[compare.Communication] = field(default_factory=list)
     pipeline: Pipeline | None = None
+    float8: Float8 | None = None
     lifetime: Lifetime | None = None
     no_lifetime: str | None = None
     metrics: dict[str, Value] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class Report:
             "ledger": compare.ledger_json(self.prediction, self.communication) if self.prediction else None,
             "communication": [asdict(row) for row in self.communication],
             "pipeline": self.pipeline.to_json() if self.pipeline else None,
+            "float8": self.float8.to_json() if self.float8 else None,
             "lifetime": self.lifetime.to_json() if self.lifetime else None,
             "errors": [error.to_json() for error in self.errors],
         }
@@ -149,6 +152,7 @@ def build(path: Path, read: Reader = read_captures, wanted: Wanted = ANY_UNIT) -
     if report.mode != "rehearsal":  # in which nothing was sent
         report.communication = compare.communication(report.prediction, report.captures)
     report.pipeline = pipeline_of(report.config, report.captures)
+    report.float8 = float8_of(report)
     life = lifetime_of(report.config, report.complete_captures, report.snapshots, wanted)
     report.lifetime, report.no_lifetime = (None, life) if isinstance(life, str) else (life, None)
     report.metrics = run_metrics(report.measured)

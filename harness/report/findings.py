@@ -11,6 +11,7 @@ from harness.report.findings_communication import communication_findings
 from harness.report.findings_memory import memory_findings
 from harness.report.findings_pipeline import pipeline_findings
 from harness.report.findings_settings import setting_findings
+from harness.report.float8 import float8_findings
 from harness.text import counted, milliseconds
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def find(report: Report) -> list[Finding]:
         *run_state(report),
         *memory_findings(report),
         *setting_findings(report),
+        *float8_findings(report),
         *communication_findings(report),
         *pipeline_findings(report),
         *prediction(report),

@@ -104,6 +104,8 @@ def run(report: Report) -> list[Html]:
     rows: list[tuple[str, Any]] = []
     if report.config is not None:
         rows += list(layout(report.config).items())
+    if report.float8 is not None:
+        rows.append(("float8", report.float8.words()))
     versions = manifest.get("versions")
     for name, value in versions.items() if isinstance(versions, dict) else ():
         rows.append((name, value))

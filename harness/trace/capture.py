@@ -82,6 +82,8 @@ class Capture:
     order: int = 0
     world_size: int | None = None
     pipeline: list[MeasuredAction] = field(default_factory=list)
+    float8_products: int = 0
+    """Matrix products of float8 operands that the host asked for."""
     ranges: list[HostRange] = field(default_factory=list)
 
     @property
@@ -215,6 +217,7 @@ def capture_of(file: SourceFile, trace: Trace, mesh: Mesh | None = None) -> Capt
         incomplete={step.number: CUT for step in steps[-1:] if is_cut(trace, step)},
         world_size=trace.world_size,
         pipeline=actions_of(trace, activities[0], steps),
+        float8_products=trace.float8_products,
         ranges=host_ranges(trace),
     )
 

@@ -26,6 +26,7 @@ EXACT_FLOAT_US = 2.0**43
 # Far beyond any clock's time in µs; sums and differences of three such times still fit int64 nanoseconds.
 MAX_US = 2.0**51
 READ_ANNOTATIONS = ("ProfilerStep#", "FSDP::", "AC::", "PP:", "comm:", "gloo:", "Optimizer.step#")
+FLOAT8_PRODUCT = "aten::_scaled_mm"
 LARGEST_RANK = 10**7 - 1  # as a file's name may say it
 
 Time = int | float | str | None
@@ -121,6 +122,7 @@ class Trace:
     operators: Operators
     labels: list[Label]
     names: list[str]
+    float8_products: int
     dropped: dict[str, int]
     notes: list[str]
 
@@ -223,7 +225,7 @@ def _read(path: Path, event_type: type[Event]) -> Trace:
 
 class _Reader:
     def __init__(self) -> None:
-        self.seen = self.complete = 0
+        self.seen = self.complete = self.float8_products = 0
         self.labels: Interned[Label] = Interned()
         self.names: Interned[str] = Interned()
         self.threads: Interned[tuple[Word, Word]] = Interned()
@@ -260,6 +262,7 @@ class _Reader:
         if name.startswith("ProfilerStep#"):  # torch 1.9 gives steps the category Operator
             self._annotation(event, name)
             return
+        self.float8_products += name == FLOAT8_PRODUCT
         communicates = bool(classify.HOST_COMMUNICATION_OP.match(name))
         if communicates or classify.HOST_COMPUTING_OP.match(name):
             self.operators.rows.append((event.ts, event.dur, self.threads[event.pid, event.tid], int(communicates)))
@@ -307,6 +310,7 @@ class _Reader:
             operators=Operators(*only_timed(self.operators.finish())),
             labels=list(self.labels),
             names=list(self.names),
+            float8_products=self.float8_products,
             dropped=dict(self.dropped + stream.dropped),
             notes=notes,
         )

@@ -102,11 +102,12 @@ def _labelled(label: str, again: AbstractContextManager[Any]) -> Iterator[None]:
 
 def _policy(keeps_attention: bool) -> Policy:
     """torchtitan's list (torchtitan/distributed/activation_checkpoint.py): what attention and reduce-scatters return,
-    and every other matrix product, beginning with the first."""
+    the largest values that float8 is scaled by, one each, and every other matrix product, beginning with the first. A
+    product of float8 operands is asked for as `mm` of these, not as the kernel that makes it."""
     aten, functional = torch.ops.aten, torch.ops._c10d_functional
     attention = ATTENTION if keeps_attention else ()
     saved = {getattr(aten, name).default for name in attention if hasattr(aten, name)}
-    saved.add(functional.reduce_scatter_tensor.default)
+    saved |= {functional.reduce_scatter_tensor.default, aten.max.default}
     products: Counter[bool] = Counter()  # torch before 2.13 asks again in backward
 
     def saves(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

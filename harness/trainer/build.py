@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness import config
+from harness.float8 import Outcome
 from harness.pipeline.plan import Plan
 from harness.trainer.activation_checkpoint import checkpoint_layers
 from harness.trainer.compiled import Compiled
@@ -31,7 +31,7 @@ class Built:
     model: Decoder
     roots: list[Decoder]
     compiled: Compiled
-    float8: dict[str, Any] | None
+    float8: Outcome | None
 
 
 def build_on_meta(

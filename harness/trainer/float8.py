@@ -12,7 +12,7 @@ import torch
 
 from harness import config
 from harness.errors import UnavailableError
-from harness.float8 import INSTALL, LINEARS, conversion
+from harness.float8 import INSTALL, LINEARS, Left, Outcome, conversion
 from harness.trainer.model.decoder import Decoder
 
 NEEDS = (8, 9)
@@ -21,7 +21,7 @@ NEEDS = (8, 9)
 NO_PEAK = "none: part of the products are float8, and no datasheet has a peak for the mix"
 
 
-def convert_linears(model: Decoder, config: config.Trainer.Config, device: torch.device) -> dict[str, Any] | None:
+def convert_linears(model: Decoder, config: config.Trainer.Config, device: torch.device) -> Outcome | None:
     """Converts the linear layers that `harness.float8.conversion` names, of the layers that `model` has, and says what
     became of each, for the recording; None without a recipe.
 
@@ -39,9 +39,9 @@ def convert_linears(model: Decoder, config: config.Trainer.Config, device: torch
     for layer in model.layers.values():
         convert(layer, config=recipe, module_filter_fn=lambda _, name: name.split(".")[-1] in plan.converted)
     layers = len(model.layers)
-    left = {name: {"count": layers, "reason": plan.left[name]} for name in LINEARS if name in plan.left and layers}
+    left = {name: Left(count=layers, reason=plan.left[name]) for name in LINEARS if name in plan.left and layers}
     if model.lm_head is not None:
-        left["lm_head"] = {"count": 1, "reason": "the head is never converted"}
+        left["lm_head"] = Left(count=1, reason="the head is never converted")
     return {
         "recipe": float8.recipe,
         "emulated": float8.emulate,

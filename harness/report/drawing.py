@@ -86,6 +86,13 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
+def few_numbers(axis: Axis) -> None:
+    """Ticks that do not reach into the picture beside."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=6, prune="both"))
+
+
 def svg(figure: Figure, name: str, alt: str) -> Html:
     """The figure as an inline SVG element. `name` makes its ids its own, `alt` says what it shows."""
     buffer = io.StringIO()

@@ -9,7 +9,7 @@ from harness.report.build import Report
 from harness.text import counted, milliseconds, percent, size, table
 
 ROWS_SHOWN = 24
-HEADERS = ["from", "ms", "phase", "what", "bytes", "known from", "dtype", "stream", "dimension", "exposed", "waiting"]
+HEADERS = ["from", "ms", "phase", "what", "bytes", "source", "dtype", "stream", "dimension", "exposed", "waiting"]
 
 
 def render(report: Report) -> Iterator[str]:

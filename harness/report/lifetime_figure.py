@@ -18,6 +18,7 @@ from harness.report.drawing import (
     SKY,
     WIDTH_INCHES,
     YELLOW,
+    few_numbers,
     new_mosaic,
     style,
     svg,
@@ -27,8 +28,8 @@ from harness.report.lanes import COLUMNS, Lane
 from harness.report.markup import Html
 from harness.text import printable, size
 from harness.trace.coverage import shares
-from harness.trace.intervals import EMPTY, Intervals, subtract, union
-from harness.trace.lifetime import STATES
+from harness.trace.intervals import EMPTY, Intervals, clip, subtract, union
+from harness.trace.lifetime import STATES, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +49,7 @@ LOOKS = {
 LONG_LIVED = ("sharded parameters", "gradient shards", "accumulated gradients")
 PHASE_SHADES = {"forward": BLUE, "backward": ORANGE, "optimizer": PURPLE}
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-MARGIN = 0.06  # of a window, on each side
+MARGIN = 0.04  # of a window, on each side
 LABEL_INCHES, CHARACTER_INCHES = 2.6, 0.066
 
 
@@ -77,8 +78,8 @@ def draw(life: Lifetime) -> Html:
 
 
 def windows(life: Lifetime) -> list[Window]:
-    """The unit's first forward and its last backward, each with what leads to it and what follows from it; the whole
-    step where it has neither."""
+    """The unit's first forward and its last backward, each with what leads to it and what follows from it, and the
+    reduction where that is not soon after; the whole step where it has neither."""
     passes = life.of_kind("compute")
     forwards, backwards = ([row for row in passes if row.phase == phase] for phase in ("forward", "backward"))
     several = len(backwards) > 1
@@ -89,18 +90,22 @@ def windows(life: Lifetime) -> list[Window]:
     if backwards:
         since = backwards[-2].end_ns if several else forwards[-1].end_ns if forwards else 0
         found.append(_around(life, backwards[-1], since, life.span_ns, "last backward" if several else "backward"))
+    reductions = [row for row in life.rows if row.what == "reduce-scatter input"]
+    if backwards and reductions and reductions[-1].start_ns > found[-1].end:
+        found.append(_around(life, reductions[-1], found[-1].end, life.span_ns, "reduction"))
     return found or [Window("step", 0, life.span_ns)]
 
 
 def _around(life: Lifetime, one: Row, since: int, until: int, name: str) -> Window:
-    """A pass with the states and collectives of its phase that it touches, and those that these touch."""
+    """A pass with the states and collectives of its phase that it touches, and those that these touch, from their
+    starts and to their ends as far as these lie in [since, until]."""
     start, end = one.start_ns, one.end_ns
     near = (end - start) // 10  # gaps between kernels
     rows = [row for row in life.rows if row.phase in (one.phase, "recompute") and row.what not in LONG_LIVED]
-    rows = [row for row in rows if row.start_ns >= since and row.end_ns <= until]
     for row in [*rows[::-1], *rows]:
         if row.end_ns >= start - near and row.start_ns <= end + near:
-            start, end = min(start, row.start_ns), max(end, row.end_ns)
+            start = min(start, row.start_ns) if row.start_ns >= since else start
+            end = max(end, row.end_ns) if row.end_ns <= until else end
     margin = max(int(MARGIN * (end - start)), 1)
     return Window(name, max(start - margin, 0), min(end + margin, life.span_ns))
 
@@ -156,14 +161,14 @@ def _shade(axes: Axes, life: Lifetime) -> None:
 
 def _draw_window(axes: Axes, life: Lifetime, lines: Sequence[str], window: Window, *, named: bool, of: int) -> None:
     """Bars of the states with their durations, the unit's collectives, and lanes of what else ran."""
-    inches = (WIDTH_INCHES - LABEL_INCHES) / of
+    labels = Labels(axes, window, (WIDTH_INCHES - LABEL_INCHES) / of)
     _shade(axes, life)
     for row in life.of_kind("storage"):
         colour, alpha = LOOKS[row.what]
         text = "" if row.what in LONG_LIVED else f"{row.dur_ns / 1e6:,.2f} ms"
-        _bar(axes, row, window, lines.index(row.what), colour, alpha, text, inches)
+        _bar(axes, row, window, lines.index(row.what), colour, alpha, text, labels)
     for row in life.of_kind("communication"):
-        _collective(axes, row, life.compute, window, len(lines), inches)
+        _collective(axes, row, life.compute, window, len(lines), labels)
     others = subtract(life.communication, _times(life.of_kind("communication")))
     _lane(axes, window, len(lines) + 1, "memory", others, EMPTY)
     _lane(axes, window, len(lines) + 2, "compute", life.compute, life.own_compute)
@@ -176,6 +181,7 @@ def _draw_window(axes: Axes, life: Lifetime, lines: Sequence[str], window: Windo
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
     axes.axhline(len(lines), color=INK, linewidth=0.5, alpha=0.5)
+    few_numbers(axes.xaxis)
     axes.set_xlabel(f"ms of the step: {window.name}")
 
 
@@ -186,44 +192,49 @@ def _label(life: Lifetime, line: str) -> str:
     return f"{line}{dtype}  {size(row.bytes)}"
 
 
-def _bar(axes: Axes, row: Row, window: Window, line: int, colour: str, alpha: float, text: str, inches: float) -> None:
+def _bar(axes: Axes, row: Row, window: Window, line: int, colour: str, alpha: float, text: str, labels: Labels) -> None:
     start, end = max(row.start_ns, window.start), min(row.end_ns, window.end)
     if end < start:
         return
     width = max(end - start, (window.end - window.start) // 400)
     axes.barh(line + 0.5, width / 1e6, left=start / 1e6, height=0.7, color=colour, alpha=alpha, linewidth=0)
-    _write(axes, text, (start, start + width), window, line, inches, light=colour == BLUE)
+    if text:
+        labels.write(text, line, Span(start, start + width), light=colour == BLUE)
 
 
-def _collective(axes: Axes, row: Row, compute: Intervals, window: Window, line: int, inches: float) -> None:
+def _collective(axes: Axes, row: Row, compute: Intervals, window: Window, line: int, labels: Labels) -> None:
     """A pale bar, strong where nothing computed."""
-    if row.end_ns < window.start or row.start_ns > window.end:
-        return
     colour = COLOUR_OF_KIND.get(row.what, OTHER_KIND)
-    _bar(axes, row, window, line, colour, 0.35, "", inches)
-    exposed = subtract(_times([row]), compute)
+    text = f"{row.what.replace('_', '-')} {row.dur_ns / 1e6:,.2f} ms"
+    _bar(axes, row, window, line, colour, 0.35, text, labels)
+    exposed = clip(subtract(_times([row]), compute), window.start, window.end)
     spans = [(start / 1e6, (end - start) / 1e6) for start, end in zip(*(e.tolist() for e in exposed), strict=True)]
     axes.broken_barh(spans, (line + 0.15, 0.7), color=colour, linewidth=0)
-    text = f"{row.what.replace('_', '-')} {row.dur_ns / 1e6:,.2f} ms"
-    _write(axes, text, (row.start_ns, row.end_ns), window, line, inches)
 
 
-def _write(
-    axes: Axes, text: str, bar: tuple[int, int], window: Window, line: int, inches: float, *, light: bool = False
-) -> None:
-    """Within the bar where there is room, else beside it."""
-    if not text:
-        return
-    scale = inches / (window.end - window.start)
-    needed = CHARACTER_INCHES * (len(text) + 1) / scale
-    start, end = bar
-    if end - start >= needed:
-        at, side, ink = (start + end) / 2, "center", "white" if light else INK
-    elif window.end - end >= needed:
-        at, side, ink = end + 0.05 / scale, "left", INK
-    else:
-        at, side, ink = start - 0.05 / scale, "right", INK
-    axes.text(at / 1e6, line + 0.52, text, ha=side, va="center_baseline", color=ink, fontsize=7.5, clip_on=True)
+class Labels:
+    """The words in a window: within their bar where there is room, else beside it, never over one another."""
+
+    def __init__(self, axes: Axes, window: Window, inches: float) -> None:
+        self._axes, self._window, self._ns_per_inch = axes, window, (window.end - window.start) / inches
+        self._taken: list[tuple[int, float, float]] = []
+
+    def write(self, text: str, line: int, bar: Span, *, light: bool) -> None:
+        """Nothing where there is no room; `light` letters within the bar."""
+        width, gap = CHARACTER_INCHES * (len(text) + 1) * self._ns_per_inch, 0.05 * self._ns_per_inch
+        start, end = max(bar.start, self._window.start), min(bar.end, self._window.end)
+        middle = (start + end) / 2
+        places = [(end + gap, end + gap + width, "left"), (start - gap - width, start - gap, "right")]
+        if end - start >= width:
+            places = [(middle - width / 2, middle + width / 2, "center")]
+        for left, right, side in places:
+            free = all(line != other or right <= begin or left >= done for other, begin, done in self._taken)
+            if free and left >= self._window.start and right <= self._window.end:
+                at = {"left": left, "right": right, "center": middle}[side]
+                ink = "white" if light and side == "center" else INK
+                self._axes.text(at / 1e6, line + 0.52, text, ha=side, va="center_baseline", color=ink, fontsize=7.5)
+                self._taken.append((line, left, right))
+                return
 
 
 def _lane(axes: Axes, window: Window, line: int, kind: str, times: Intervals, strong: Intervals) -> None:

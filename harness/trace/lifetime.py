@@ -71,8 +71,8 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """One pass of the unit: first start to last end of what it launched to compute, on the host the pass itself; `busy`:
-    when it computed."""
+    """One pass of the unit: first start to last end of what it launched to compute, on the host the pass itself.
+    `busy`: when it computed."""
 
     phase: str
     span: Span
@@ -242,6 +242,7 @@ class _Reader:
         whole_since = reduced_at = None
         for close, limit in zip(closes, limits, strict=True):
             opened = [one for one in self.named("pre_backward") if before < one.start < close.start]
+            ran = any(before < one.start < close.start for one in self.named(*OPENS))
             reduces = [one for one in self.named("post_backward_reduce") if close.start <= one.start < limit]
             before = close.start
             begin = self.first_gradient(opened[-1].end if opened else self.backward_of(close), close)
@@ -255,7 +256,8 @@ class _Reader:
                 whole_since = end if whole_since is None else whole_since
                 continue
             copied_in, done = self.reduction(reduces[0], begin)
-            found.append(State(name="unsharded gradients", span=Span(begin, copied_in.end), phase="backward"))
+            if ran or whole_since is None:  # else a pipeline reduces what earlier passes left
+                found.append(State(name="unsharded gradients", span=Span(begin, copied_in.end), phase="backward"))
             if whole_since is not None:
                 found.append(self.accumulated(Span(whole_since, copied_in.end)))
                 whole_since = None

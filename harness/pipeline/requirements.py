@@ -53,9 +53,9 @@ def require_pipeline(config: Trainer.Config) -> None:
     parts = layout.tp * config.fsdp_shards
     if config.model.tied_embeddings and config.model.vocab_size % parts:
         raise UsageError(
-            f"model.vocab_size={config.model.vocab_size} with model.tied_embeddings and parallelism.pp={layout.pp}: the "
-            f"first and the last stage exchange gradients of equal parts of the matrix; use a multiple of {parts} (tp × "
-            f"{config.fsdp_axis})"
+            f"model.vocab_size={config.model.vocab_size} with model.tied_embeddings and parallelism.pp={layout.pp}: "
+            "the first and the last stage exchange gradients of equal parts of the matrix; use a multiple of "
+            f"{parts} (tp × {config.fsdp_axis})"
         )
     if layout.reshard_after_forward == "always":  # torch finds no gradients of weights that are freed before an I
         raise UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -165,10 +165,11 @@ def _draw_window(axes: Axes, life: Lifetime, lines: Sequence[str], window: Windo
     _shade(axes, life)
     for row in life.of_kind("storage"):
         colour, alpha = LOOKS[row.what]
-        text = "" if row.what in LONG_LIVED else f"{row.dur_ns / 1e6:,.2f} ms"
-        _bar(axes, row, window, lines.index(row.what), colour, alpha, text, labels)
+        words = [] if row.what in LONG_LIVED else [_duration(row)]
+        _bar(axes, row, window, lines.index(row.what), colour, alpha, words, labels)
     for row in life.of_kind("communication"):
         _collective(axes, row, life.compute, window, len(lines), labels)
+    labels.write()
     others = subtract(life.communication, _times(life.of_kind("communication")))
     _lane(axes, window, len(lines) + 1, "memory", others, EMPTY)
     _lane(axes, window, len(lines) + 2, "compute", life.compute, life.own_compute)
@@ -192,49 +193,68 @@ def _label(life: Lifetime, line: str) -> str:
     return f"{line}{dtype}  {size(row.bytes)}"
 
 
-def _bar(axes: Axes, row: Row, window: Window, line: int, colour: str, alpha: float, text: str, labels: Labels) -> None:
+def _bar(
+    axes: Axes, row: Row, window: Window, line: int, colour: str, alpha: float, words: Sequence[str], labels: Labels
+) -> None:
     start, end = max(row.start_ns, window.start), min(row.end_ns, window.end)
     if end < start:
         return
     width = max(end - start, (window.end - window.start) // 400)
     axes.barh(line + 0.5, width / 1e6, left=start / 1e6, height=0.7, color=colour, alpha=alpha, linewidth=0)
-    if text:
-        labels.write(text, line, Span(start, start + width), light=colour == BLUE)
+    labels.add(line, Span(start, start + width), words, light=colour == BLUE)
 
 
 def _collective(axes: Axes, row: Row, compute: Intervals, window: Window, line: int, labels: Labels) -> None:
     """A pale bar, strong where nothing computed."""
     colour = COLOUR_OF_KIND.get(row.what, OTHER_KIND)
-    text = f"{row.what.replace('_', '-')} {row.dur_ns / 1e6:,.2f} ms"
-    _bar(axes, row, window, line, colour, 0.35, text, labels)
+    words = [f"{row.what.replace('_', '-')} {_duration(row)}", _duration(row)]
+    _bar(axes, row, window, line, colour, 0.35, words, labels)
     exposed = clip(subtract(_times([row]), compute), window.start, window.end)
     spans = [(start / 1e6, (end - start) / 1e6) for start, end in zip(*(e.tolist() for e in exposed), strict=True)]
     axes.broken_barh(spans, (line + 0.15, 0.7), color=colour, linewidth=0)
 
 
 class Labels:
-    """The words in a window: within their bar where there is room, else beside it, never over one another."""
+    """The words on the bars of a window: within their bar where there is room, else beside it, never over another's."""
 
     def __init__(self, axes: Axes, window: Window, inches: float) -> None:
         self._axes, self._window, self._ns_per_inch = axes, window, (window.end - window.start) / inches
-        self._taken: list[tuple[int, float, float]] = []
+        self._bars: list[tuple[int, Span, Sequence[str], bool]] = []
+        self._written: list[tuple[int, float, float]] = []
 
-    def write(self, text: str, line: int, bar: Span, *, light: bool) -> None:
-        """Nothing where there is no room; `light` letters within the bar."""
+    def add(self, line: int, bar: Span, words: Sequence[str], *, light: bool) -> None:
+        """The first of `words` that there is room for; `light` letters within the bar."""
+        self._bars.append((line, bar, words, light))
+
+    def write(self) -> None:
+        for line, bar, words, light in self._bars:
+            choices = (choice for text in words for choice in self._places(text, bar))
+            for text, left, right, side in choices:
+                if self._is_free(line, left, right, None if side != "center" else bar):
+                    at = {"left": left, "right": right, "center": (left + right) / 2}[side]
+                    ink = "white" if light and side == "center" else INK
+                    self._axes.text(at / 1e6, line + 0.52, text, ha=side, va="center_baseline", color=ink, fontsize=7.5)
+                    self._written.append((line, left, right))
+                    break
+
+    def _places(self, text: str, bar: Span) -> Iterator[tuple[str, float, float, str]]:
+        """Text, left and right edge in ns, and where the text is anchored."""
         width, gap = CHARACTER_INCHES * (len(text) + 1) * self._ns_per_inch, 0.05 * self._ns_per_inch
-        start, end = max(bar.start, self._window.start), min(bar.end, self._window.end)
-        middle = (start + end) / 2
-        places = [(end + gap, end + gap + width, "left"), (start - gap - width, start - gap, "right")]
-        if end - start >= width:
-            places = [(middle - width / 2, middle + width / 2, "center")]
-        for left, right, side in places:
-            free = all(line != other or right <= begin or left >= done for other, begin, done in self._taken)
-            if free and left >= self._window.start and right <= self._window.end:
-                at = {"left": left, "right": right, "center": middle}[side]
-                ink = "white" if light and side == "center" else INK
-                self._axes.text(at / 1e6, line + 0.52, text, ha=side, va="center_baseline", color=ink, fontsize=7.5)
-                self._taken.append((line, left, right))
-                return
+        if bar.end - bar.start >= width:
+            middle = (bar.start + bar.end) / 2
+            yield text, middle - width / 2, middle + width / 2, "center"
+        yield text, bar.end + gap, bar.end + gap + width, "left"
+        yield text, bar.start - gap - width, bar.start - gap, "right"
+
+    def _is_free(self, line: int, left: float, right: float, within: Span | None) -> bool:
+        taken = [(begin, end) for other, begin, end in self._written if other == line]
+        taken += [(bar.start, bar.end) for other, bar, *_ in self._bars if other == line and bar != within]
+        inside = left >= self._window.start and right <= self._window.end
+        return inside and all(right <= begin or left >= end for begin, end in taken)
+
+
+def _duration(row: Row) -> str:
+    return f"{row.dur_ns / 1e6:,.2f} ms"
 
 
 def _lane(axes: Axes, window: Window, line: int, kind: str, times: Intervals, strong: Intervals) -> None:

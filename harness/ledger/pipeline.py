@@ -5,7 +5,8 @@ What is held when, from torch/distributed/pipelining (stage.py, schedules.py:_Pi
 - Receive buffers, one per micro-batch for the activations and one for the gradients, are made once and stay. Where the
   neighbouring stage is on the same rank its tensor takes the buffer's place, until the next pass brings another.
 - A stage's output lives until its backward (`fwd_cache`), the last stage's logits too.
-- What was sent is held by the work of its transfer until the pass ends.
+- What was sent is held by the work of its transfer until the pass ends, by gloo; NCCL records the stream on it instead
+  (ProcessGroupNCCL::pointToPoint), so that it is freed as if it had not been sent, though not reused at once.
 - Gradients of parameters are added up whole, in the dtype of the reduction, until REDUCE_GRAD.
 - After I, whose graph W still needs, everything from the first weight on stays, and with it the gradient that arrived
   at each weight; the gradients of the inputs stay with these (`inp.grad`) until the next pass.
@@ -44,6 +45,7 @@ class PipelineStep:
         self.quantities = quantities(config, shard_rank, [pipeline.parts[number] for number in numbers])
         self.stages: dict[int, _Stage] = {}
         self.sent: list[Storage] = []
+        self.holds_sent = target == "cpu"
         first: Step | None = None
         for number in numbers:
             step = Step(
@@ -108,7 +110,7 @@ class PipelineStep:
         elif action.kind == "F":
             stage.forward(number)
         elif action.kind == "SEND_F":
-            self.sent.append(stage.outputs[number].storage)
+            self._send(stage.outputs[number].storage)
         elif action.kind == "B":
             stage.backward(number)
         elif action.kind == "I":
@@ -116,7 +118,11 @@ class PipelineStep:
         elif action.kind == "W":
             stage.backward_weights(number)
         elif action.kind == "SEND_B":
-            self.sent.append(stage.to_send.pop(number))
+            self._send(stage.to_send.pop(number))
+
+    def _send(self, storage: Storage) -> None:
+        if self.holds_sent:
+            self.sent.append(storage)
 
 
 class _Stage:

@@ -147,8 +147,8 @@ class _Stage(PipelineStage):
 
 
 class _RehearsedStage(_Stage):
-    """One without neighbours: it agrees with itself that shapes are known, and holds what it sends until the pass
-    ends, as works of NCCL and gloo do that torch's runtime waits for then."""
+    """One without neighbours: it agrees with itself that shapes are known, and on CPUs holds what it sends until the
+    pass ends, as works of gloo do that torch's runtime waits for then; those of NCCL hold nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -167,7 +167,8 @@ class _RehearsedStage(_Stage):
         return self._held(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _held(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        self._sent += [operation.tensor for operation in operations]
+        if self.device.type == "cpu":
+            self._sent += [operation.tensor for operation in operations]
         return operations
 
     def let_go(self) -> None:

@@ -312,7 +312,9 @@ def test_gathers_by_policy(policy: str, gathers: int) -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert predict(run_of(1, 1, n_layers=1)).communication == []
+    alone = predict(run_of(1, 1, n_layers=1))
+    assert alone.communication == []
+    assert report(alone).endswith("\nNo communication: one rank.")
 
 
 def test_uneven_ranks() -> None:

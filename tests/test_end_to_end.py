@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -281,3 +282,76 @@ def test_a_recording_says_what_ran_and_how_it_ended(recorded):
     assert {entry["source"] for entry in report.overlap["ranks"]} == {"host"}
     assert sorted(entry["rank"] for entry in report.overlap["ranks"]) == [0, 1, 2, 3]
     assert {step["step"] for entry in report.overlap["ranks"] for step in entry["steps"]} == {3}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_lives_of_all_units_add_up_to_the_ledgers_bytes_and_collectives(recorded, name):
+    """Every gather, reduction and shard of a rank belongs to the life of one unit, and each has the ledger's bytes."""
+    report = recorded(name)
+    lives = [life_of_unit(report, unit) for unit in report.lifetime.units]
+    moved = Counter()
+    for row in (row for life in lives for row in life.of_kind("communication")):
+        assert (row.measured, row.source) == (True, "trace")
+        moved[axis_of(row.dimension), row.what] += row.bytes
+    sharded = {"dp_shard", "dp_shard_cp"}
+    expected = {
+        (row.dimension, row.kind): row.predicted_bytes
+        for row in report.communication
+        if row.dimension in sharded and row.kind in ("all_gather", "reduce_scatter")
+    }
+    assert {key: size for key, size in moved.items() if key[1] != "all_reduce"} == expected
+
+    parameters = next(entry for entry in report.prediction.ranks[0].entries if entry.category == "parameters")
+    held = [next(row for row in life.rows if row.what == "sharded parameters") for life in lives]
+    assert sum(row.bytes for row in held) == parameters.bytes
+    for life in lives:
+        size = {row.what: row.bytes for row in life.of_kind("storage")}
+        assert size["gradient shards"] == size["sharded parameters"]
+        elements = size["unsharded parameters"] // DTYPE_BYTES[LAYOUTS[name].dtype]
+        assert size["sharded parameters"] * configuration(name).fsdp_shards == 4 * elements
+        if LAYOUTS[name].loss_chunks == 1:  # else the head's matrix is reduced apart from the norm
+            assert size["reduce-scatter input"] == 4 * elements
+
+
+def life_of_unit(report: Report, unit: str) -> Lifetime:
+    found = lifetime_of(report.config, report.complete_captures, report.snapshots, Wanted(unit=unit))
+    assert isinstance(found, Lifetime)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "gathers", "reductions"),
+    [
+        ("single", "layers.1", 2, 1),
+        ("fsdp4", "layers.1", 2, 1),
+        ("fsdp4", "norm, lm_head", 1, 1),
+        ("fsdp4_always", "norm, lm_head", 2, 1),
+        ("fsdp2_tp2_never", "layers.1", 1, 1),
+        ("fsdp4_prefetch2_async", "layers.1", 2, 1),
+        ("fsdp2_accumulate2", "layers.1", 4, 2),
+        ("fsdp2_accumulate2_whole", "layers.1", 4, 1),
+        ("fsdp4_tied_chunks4", "tok_embeddings, norm, lm_head", 3, 2),
+        ("hsdp2x2", "layers.1", 2, 1),
+    ],
+)
+def test_how_often_a_unit_is_gathered_and_reduced(recorded, name, unit, gathers, reductions):
+    life = life_of_unit(recorded(name), unit)
+    states = Counter(row.what for row in life.of_kind("storage"))
+    sent = Counter(row.what for row in life.of_kind("communication"))
+    assert (states["unsharded parameters"], states["reduce-scatter input"]) == (gathers, reductions)
+    shards, replicas = configuration(name).fsdp_shards, configuration(name).parallelism.dp_replicate
+    assert sent["all_gather"] == (gathers if shards > 1 else 0)
+    assert sent["reduce_scatter"] == (reductions if shards > 1 else 0)
+    assert sent["all_reduce"] == (reductions if replicas > 1 else 0)
+    assert states["accumulated gradients"] == (name in ("fsdp2_accumulate2_whole", "fsdp4_tied_chunks4"))
+    assert ("stays gathered from forward to backward" in life.notes) == (gathers % 2 == 1)
+    order = [row.what for row in life.of_kind("storage")]
+    assert order.index("unsharded parameters") < order.index("unsharded gradients") < order.index("gradient shards")
+    assert all(0 <= row.start_ns <= row.end_ns <= life.span_ns for row in life.rows)
+
+
+def test_a_checkpointed_unit_computes_again_in_backward(recorded):
+    passes = {row.phase: row for row in life_of_unit(recorded("fsdp2_tp2_full"), "layers.1").of_kind("compute")}
+    assert passes.keys() == {"forward", "backward", "recompute"}
+    assert passes["backward"].start_ns < passes["recompute"].start_ns
+    assert passes["recompute"].end_ns <= passes["backward"].end_ns

@@ -118,10 +118,12 @@ def write_kernels(
     world_size: int = 2,
     step: int | None = 3,
     length_us: int = 10_000,
+    around: Sequence[str] = (),
 ) -> Path:
     """A device trace of one step. Kernels: (name or collective, dimension or None for compute, stream, start µs,
-    duration µs); each is launched at µs 1."""
-    events: list[dict[str, Any]] = []
+    duration µs); each is launched at µs 1, within the ranges `around`."""
+    common = {"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1}
+    events: list[dict[str, Any]] = [common | {"name": name, "ts": 0, "dur": 3} for name in around]
     if step is not None:
         name = f"ProfilerStep#{step}"
         events.append(

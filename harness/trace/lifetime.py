@@ -178,15 +178,16 @@ class _Reader:
         if not opened:
             alone = (one for one in self.named(*OPENS) if self.wrote(one).any())
             return [_Gather(one, one, communicates=False) for one in alone]
-        limits = [one.start for one in opened[1:]] + [self.end_of_host]
+        limits = self.limits(opened)
         return [
             _Gather(one, next((out for out in outs if one.start <= out.start < limit), None), communicates=True)
             for one, limit in zip(opened, limits, strict=True)
         ]
 
-    @property
-    def end_of_host(self) -> int:
-        return max(one.end for one in self.ranges) + 1
+    def limits(self, ranges: Sequence[HostRange]) -> list[int]:
+        """Where each of some ranges has its next, for the last the end of the host's time."""
+        end = max(one.end for one in self.ranges) + 1
+        return [*(one.start for one in ranges[1:]), end][: len(ranges)]
 
     def phase_at(self, moment: int) -> str:
         """What the unit does next."""
@@ -196,7 +197,7 @@ class _Reader:
     def gathered(self, gathers: Sequence[_Gather]) -> list[State]:
         """All-gather buffers and unsharded parameters, one after the other."""
         found = []
-        limits = [gather.opened.start for gather in gathers[1:]] + [self.end_of_host]
+        limits = self.limits([gather.opened for gather in gathers])
         for gather, limit in zip(gathers, limits, strict=True):
             phase = self.phase_at(gather.opened.start)
             copied = self.worked(gather.copied) if gather.copied else None
@@ -238,7 +239,7 @@ class _Reader:
         reduction the gradients are added up whole."""
         found: list[State] = []
         closes, before = self.named("post_backward_accumulate"), -1
-        limits = [one.start for one in closes[1:]] + [self.end_of_host]
+        limits = self.limits(closes)
         whole_since = reduced_at = None
         for close, limit in zip(closes, limits, strict=True):
             opened = [one for one in self.named("pre_backward") if before < one.start < close.start]

@@ -33,7 +33,8 @@ def whole(tmp_path: Path) -> Path:
     """A recording with steps, a trace of each rank and a snapshot."""
     directory = write_recording(tmp_path / "run", config=to_dict(CONFIG), steps=5, manifest={"mode": "real"})
     for rank in range(2):
-        write_kernels(recording.trace_path(directory, 4, rank), STEP, rank=rank)
+        path = recording.trace_path(directory, 4, rank)
+        write_kernels(path, STEP, rank=rank, around=["FSDP::pre_forward (layers.0)", "FSDP::all_gather (layers.0)"])
     write_snapshot(recording.snapshot_path(directory, 4, 0), pending=3)
     return directory
 
@@ -43,12 +44,12 @@ def test_every_section_of_a_whole_recording(whole):
     found = Page(text)
     assert found.open == []
     assert len(found.ids()) == len(set(found.ids()))
-    titles = "Findings, Run, Steps, Communication and overlap, Memory, Predicted beside measured, Collectives"
-    for title in titles.split(", "):
+    titles = "Findings, Run, Steps, Communication and overlap, Life of a parameter, Memory, Predicted beside measured"
+    for title in [*titles.split(", "), "Collectives"]:
         assert title in found.text
     assert "Not in this report" not in found.text
     pictures = [a for name, a in found.elements if name == "svg" and a.get("role") == "img"]
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     assert all(picture["aria-label"] for picture in pictures)
     assert len(text) < 2_000_000
 

@@ -249,6 +249,15 @@ IMPOSSIBLE = [
         {"world_size": 2, "parallelism": Parallelism.Config(pp=2), "training": Training.Config(loss_chunks=2)},
         "training.loss_chunks=2: a pipeline (parallelism.pp=2) has its last stage compute the loss",
     ),
+    (
+        {
+            "world_size": 8,
+            "model": Decoder.Config(vocab_size=258, tied_embeddings=True),
+            "parallelism": Parallelism.Config(dp_shard=4, pp=2),
+        },
+        "model.vocab_size=258 with model.tied_embeddings and parallelism.pp=2: the first and the last stage exchange "
+        "gradients of equal parts of the matrix; use a multiple of 4 (tp × dp_shard)",
+    ),
     *(
         (
             {

@@ -48,6 +48,7 @@ class Outcome(TypedDict):
     """What became of a rank's linear layers, as ranks/rank{r}.json says it: name -> how many."""
 
     recipe: str
+    torchao: str
     emulated: bool
     gpu_has_float8: bool
     converted: dict[str, int]

@@ -16,6 +16,7 @@ from harness.doctor import gpu_checks, shared_gpu
 from harness.doctor.facts import Facts, TorchFacts, gather
 from harness.doctor.findings import Check, Device, ModeState, Report
 from harness.doctor.modes import INSTALL_TORCH, find_torch, memory_bytes
+from harness.float8 import INSTALL
 from harness.nvml import visible_gpus
 from harness.variables import Library, Variable, configuration_files
 from harness.variables import examine as examine_variables
@@ -265,12 +266,20 @@ def _settings(variables: list[Variable], environment: Mapping[str, str]) -> list
 
 def _optional() -> list[Check]:
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    torchao = importlib.metadata.version("torchao") if _installed("torchao") else None
     return [
+        Check(
+            group="optional",
+            name="torchao",
+            state="ok" if torchao else "optional",
+            value=torchao or "none: a run with float8.recipe needs it",
+            fix=None if torchao else INSTALL,
+        ),
         Check(
             group="optional",
             name="C++ compiler",
             state="ok" if compiler else "optional",
             value=compiler or "none: a training loop that uses torch.compile needs one",
             fix=None if compiler else "apt-get install g++",
-        )
+        ),
     ]

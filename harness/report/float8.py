@@ -22,6 +22,7 @@ class Float8:
     or CUDA graphs are replayed without a word."""
 
     recipe: str
+    torchao: str
     emulated: bool
     gpu_has_float8: bool
     converted: dict[str, int]
@@ -34,8 +35,8 @@ class Float8:
 
     def words(self) -> str:
         """In a line: recipe, layers, kernel."""
-        layers = counted(sum(self.converted.values()), "linear layer")
-        parts = [f"{self.recipe}, {layers} converted" + (f" ({', '.join(self.converted)})" if self.converted else "")]
+        layers, names = counted(sum(self.converted.values()), "linear layer"), ", ".join(self.converted)
+        parts = [f"{self.recipe} (torchao {self.torchao}), {layers} converted{f' ({names})' if names else ''}"]
         parts += [f"{count} left ({name}: {reason})" for (name, reason), count in self.left.items()]
         if self.emulated:
             parts.append("emulated by products in float32")
@@ -64,6 +65,7 @@ def float8_of(report: Report) -> Float8 | None:
     is_seen = captures and not config.compile.cuda_graphs
     return Float8(
         recipe=outcomes[0]["recipe"],
+        torchao=outcomes[0]["torchao"],
         emulated=outcomes[0]["emulated"],
         gpu_has_float8=outcomes[0]["gpu_has_float8"],
         converted=dict(converted),

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def convert_linears(model: Decoder, config: config.Trainer.Config, device: torch
         left["lm_head"] = Left(count=1, reason="the head is never converted")
     return {
         "recipe": float8.recipe,
+        "torchao": version("torchao"),
         "emulated": float8.emulate,
         "gpu_has_float8": device.type == "cuda" and torch.cuda.get_device_capability(device) >= NEEDS,
         "converted": {name: layers for name in plan.converted if layers},

@@ -19,6 +19,7 @@ from harness.report.text import render
 
 OUTCOME = {
     "recipe": "rowwise",
+    "torchao": "0.18.0",
     "emulated": False,
     "gpu_has_float8": True,
     "converted": {"wq": 2, "w1": 2},
@@ -78,8 +79,8 @@ def test_layers_are_those_of_the_model_and_products_those_of_all_ranks(tmp_path:
     assert found.float8.products == 4 * 7
     assert titles(found) == []
     line = (
-        "float8: rowwise, 8 linear layers converted (wq, w1); 4 left (wo: not in float8.linears); 1 left (lm_head: the "
-        "head is never converted); _scaled_mm 28 times in the traces"
+        "float8: rowwise (torchao 0.18.0), 8 linear layers converted (wq, w1); 4 left (wo: not in float8.linears); "
+        "1 left (lm_head: the head is never converted); _scaled_mm 28 times in the traces"
     )
     assert line in render(found)
     said = found.to_json()["float8"]

@@ -201,7 +201,7 @@ def _sized(
         span_ns=life.span.end - begin,
         phases=[Phase(phase=name, start_ns=s.start - begin, end_ns=s.end - begin) for name, s in life.phases],
         rows=sorted(rows, key=lambda row: (row.start_ns, row.end_ns)),
-        parameter=_parameter(sizes, parameter, life.unit),
+        parameter=_parameter(config, sizes, parameter, life.unit),
         parameters=[shape.name for shape in shapes],
         units=units_of(capture),
         notes=list(_notes(config, life)),
@@ -247,11 +247,13 @@ def _times(life: Life, phase: str, span: Span) -> dict[str, Any]:
     return {"phase": phase, "start_ns": span.start - life.span.start, "end_ns": span.end - life.span.start}
 
 
-def _parameter(sizes: UnitSizes, name: str | None, unit: str) -> Parameter | None:
+def _parameter(config: Trainer.Config | None, sizes: UnitSizes, name: str | None, unit: str) -> Parameter | None:
     """Raises `UsageError` if the unit, whose parameters are known, has none of this name."""
     shapes = sizes.shapes
-    if name is None or not shapes:
+    if name is None or config is None or not shapes:
         return None
+    if config.model.tied_embeddings and not config.tied_across_stages and name == "lm_head.weight":
+        name = "tok_embeddings.weight"
     shape = next((one for one in shapes if one.name == name), None)
     if shape is None:
         have = ", ".join(one.name for one in shapes)

@@ -39,31 +39,32 @@ class ParameterShapes:
 def shapes_of(config: Trainer.Config, unit: str, rank: int) -> list[ParameterShapes]:
     """Those of a unit by the name that FSDP2 gives it (`layers.3`, `norm, lm_head`), on a global rank; empty for a
     unit that this configuration does not have."""
-    modules = unit.split(", ")
     layer = LAYER.match(unit)
-    layers = range(config.model.n_layers)
-    part = Part(
-        layers=layers if layer is None else range(int(layer[1]), int(layer[1]) + 1),
-        embedding="tok_embeddings" in modules,
-        norm="norm" in modules,
-        head="lm_head" in modules,
-    )
-    if (layer and int(layer[1]) not in layers) or not (
-        layer or {"tok_embeddings", "norm", "lm_head"}.issuperset(modules)
-    ):
-        return []
-    kind = (
-        "layer"
-        if layer
-        else "head"
-        if part.head or (config.model.tied_embeddings and not config.tied_across_stages)
-        else "norm"
-        if part.norm
-        else "embedding"
-    )
+    if layer is None:
+        modules = set(unit.split(", "))
+        part = Part(
+            layers=range(0),
+            embedding="tok_embeddings" in modules,
+            norm="norm" in modules,
+            head="lm_head" in modules,
+        )
+        known = modules <= set(part.names)
+    else:
+        number = int(layer[1])
+        part = Part(layers=range(number, number + 1), embedding=False, norm=False, head=False)
+        known = number < config.model.n_layers
+    parameters = unit_parameters(config, part).get(_kind(config, part), []) if known else []
     shards, tp = config.fsdp_shards, config.parallelism.tp
-    shard_rank = rank // tp % shards
-    return [_shapes(unit, one, tp, shards, shard_rank) for one in unit_parameters(config, part).get(kind, [])]
+    return [_shapes(unit, one, tp, shards, rank // tp % shards) for one in parameters]
+
+
+def _kind(config: Trainer.Config, part: Part) -> str:
+    """The unit of `unit_parameters` that a part is."""
+    if part.layers:
+        return "layer"
+    if part.head or (config.model.tied_embeddings and not config.tied_across_stages):
+        return "head"
+    return "norm" if part.norm else "embedding"
 
 
 def _shapes(unit: str, parameter: Parameter, tp: int, shards: int, shard_rank: int) -> ParameterShapes:

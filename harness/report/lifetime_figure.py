@@ -50,7 +50,7 @@ LONG_LIVED = ("sharded parameters", "gradient shards", "accumulated gradients")
 PHASE_SHADES = {"forward": BLUE, "backward": ORANGE, "optimizer": PURPLE}
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 MARGIN = 0.04  # of a window, on each side
-LABEL_INCHES, CHARACTER_INCHES = 2.6, 0.066
+LABEL_INCHES, CHARACTER_INCHES = 2.6, 0.06
 
 
 class Window(NamedTuple):

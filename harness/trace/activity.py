@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from harness.trace import classify
 from harness.trace.classify import Groups, Label
+from harness.trace.coalesced import attributed
 from harness.trace.events import MISSING, Launches, Trace
 from harness.trace.figures import COMMUNICATION, COMPUTE, MEMORY, Window
 from harness.trace.intervals import Intervals, Ns, union
@@ -93,10 +94,11 @@ class Activity:
 def device_activities(trace: Trace, groups: Groups) -> list[Activity]:
     """One activity per device that has events, in order of the device's number."""
     events = trace.device
-    collectives = [collective_of(label, groups) for label in trace.labels]
-    communicates = np.array([c is not None for c in collectives] + [False], np.bool_)[events.label]
-    role = np.where(events.label < 0, MEMORY, np.where(communicates, COMMUNICATION, COMPUTE)).astype(np.int8)
     launch, thread = launched_by(trace.launches, events.correlation)
+    labels, label = attributed(trace, launch, thread)
+    collectives = [collective_of(one, groups) for one in labels]
+    communicates = np.array([c is not None for c in collectives] + [False], np.bool_)[label]
+    role = np.where(label < 0, MEMORY, np.where(communicates, COMMUNICATION, COMPUTE)).astype(np.int8)
     nothing = Collective(None, "", None, classify.NO_GROUP)
     return [
         Activity(
@@ -105,7 +107,7 @@ def device_activities(trace: Trace, groups: Groups) -> list[Activity]:
             start=events.start[mine],
             end=events.start[mine] + events.dur[mine],
             role=role[mine],
-            collective=np.where(communicates, events.label, -1)[mine],
+            collective=np.where(communicates, label, -1)[mine],
             launch=launch[mine],
             thread=thread[mine],
             stream=events.stream[mine],

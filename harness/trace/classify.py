@@ -23,7 +23,8 @@ SYMMETRIC_KERNEL = re.compile(
     r"|quick_?all_?reduce|all_?reduce_fusion|nvshmem|deep_ep::|msccl",
     re.IGNORECASE,
 )
-HOST_COMMUNICATION_OP = re.compile(r"c10d::|_?c10d_functional|record_param_comms")
+RECORDED_CALL = "record_param_comms"
+HOST_COMMUNICATION_OP = re.compile(rf"c10d::|_?c10d_functional|{RECORDED_CALL}")
 # Operators of the dispatcher (`aten::mm`) and compiled code. The rest (autograd's engine and nodes, dispatch modes)
 # only calls operators, and Python hooks run in it: FSDP2's wait there for its collectives, on the CPU to their end.
 HOST_COMPUTING_OP = re.compile(r"(?!autograd::engine::)\w+::|.*(compiled|cpp_fused)", re.IGNORECASE)

@@ -103,6 +103,11 @@ def match(captures: Sequence[Capture]) -> tuple[list[Matched], list[str]]:
             notes.append("collectives without group data are matched by their order, as if of one group")
         if members is not None and 1 < len(ranks) < len(members):
             notes.append(f"group {name}: {len(ranks)} of its {len(members)} ranks have a trace here")
+        known = {record.kind for records in ranks.values() for record in records}
+        # An all-to-all without metadata is a send_recv too, on all ranks.
+        if max(len(ranks), len(members or ())) > 2 and known & {"send", "recv"}:
+            notes.append(f"group {name}: its sends and receives are not matched: no trace says between which ranks")
+            ranks = {rank: [r for r in records if r.kind not in POINT_TO_POINT] for rank, records in ranks.items()}
         if len(ranks) > 1:
             matched += match_group(name, group, ranks, notes)
     return sorted(matched, key=lambda one: one.records[0].start_ns), list(dict.fromkeys(notes))

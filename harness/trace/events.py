@@ -106,6 +106,14 @@ class Operators(NamedTuple):
     communicates: Ns
 
 
+class Calls(NamedTuple):
+    """What c10d was asked for, by its operator `record_param_comms`; `label` indexes `Trace.call_labels`."""
+
+    start: Ns
+    thread: Ns
+    label: Ns
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """The events of one file. Times are nanoseconds after `base_ns` (unix time), 0 where the file's are absolute."""
@@ -120,7 +128,9 @@ class Trace:
     launches: Launches
     annotations: Annotations
     operators: Operators
+    calls: Calls
     labels: list[Label]
+    call_labels: list[Label]
     names: list[str]
     float8_products: int
     dropped: dict[str, int]
@@ -227,10 +237,11 @@ class _Reader:
     def __init__(self) -> None:
         self.seen = self.complete = self.float8_products = 0
         self.labels: Interned[Label] = Interned()
+        self.call_labels: Interned[Label] = Interned()
         self.names: Interned[str] = Interned()
         self.threads: Interned[tuple[Word, Word]] = Interned()
         self.device, self.launches = Columns(8, 2), Columns(4, 1)
-        self.annotations, self.operators = Columns(4, 2), Columns(4, 2)
+        self.annotations, self.operators, self.calls = Columns(4, 2), Columns(4, 2), Columns(3, 1)
         self._category: dict[str | None, str] = {}
         self.dropped: Counter[str] = Counter()
 
@@ -254,7 +265,7 @@ class _Reader:
                 self.launches.rows.append((event.ts, correlation, thread, self.names[event.name or ""]))
             elif cat:
                 self._device_or_annotation(event, cat)
-        for columns in (self.device, self.launches, self.annotations, self.operators):
+        for columns in (self.device, self.launches, self.annotations, self.operators, self.calls):
             columns.close_batch()
 
     def _operator(self, event: Event) -> None:
@@ -263,6 +274,9 @@ class _Reader:
             self._annotation(event, name)
             return
         self.float8_products += name == FLOAT8_PRODUCT
+        if name == classify.RECORDED_CALL and event.args and event.args.collective is not None:
+            label = self.call_labels[label_of(name, event.args)]
+            self.calls.rows.append((event.ts, self.threads[event.pid, event.tid], label))
         communicates = bool(classify.HOST_COMMUNICATION_OP.match(name))
         if communicates or classify.HOST_COMPUTING_OP.match(name):
             self.operators.rows.append((event.ts, event.dur, self.threads[event.pid, event.tid], int(communicates)))
@@ -290,6 +304,7 @@ class _Reader:
         device = self._without_dropped(DeviceEvents(*self.device.finish()))
         launches = Launches(*self.launches.finish())
         known = (launches.start != MISSING) & (launches.correlation != MISSING)
+        calls = Calls(*self.calls.finish())
         notes = [f"{count} times: {what}" for what, count in stream.repaired.items() if count]
         stated = distributed.get("rank")
         rank = to_number(stated)
@@ -308,7 +323,9 @@ class _Reader:
             launches=Launches(*(column[known] for column in launches)),
             annotations=Annotations(*only_timed(self.annotations.finish())),
             operators=Operators(*only_timed(self.operators.finish())),
+            calls=Calls(*(column[calls.start != MISSING] for column in calls)),
             labels=list(self.labels),
+            call_labels=list(self.call_labels),
             names=list(self.names),
             float8_products=self.float8_products,
             dropped=dict(self.dropped + stream.dropped),

@@ -15,6 +15,7 @@ from harness.errors import InputError
 from harness.recording import read_json
 from harness.report.finding import SEVERITIES
 from harness.report.text import layout
+from harness.sources import SNAPSHOT_NAME
 from harness.text import counted
 
 GOING_ON = ("planned", "running")
@@ -88,7 +89,7 @@ def state_of(rows: data.Rows) -> str:
 
 def of_folder(run: Run) -> dict[str, Any]:
     found = [path for path in files_of(run.path) if is_input(path)]
-    snapshots = sum(path.suffix in (".pickle", ".pkl") for path in found)
+    snapshots = sum(bool(SNAPSHOT_NAME.search(path.name)) for path in found)
     held = [counted(len(found) - snapshots, "trace")] if len(found) > snapshots else []
     held += [counted(snapshots, "snapshot")] if snapshots else []
     return {"state": "files", "mode": "imported", "layout": ", ".join(held)}

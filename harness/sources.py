@@ -28,7 +28,7 @@ UTF8_BOM = b"\xef\xbb\xbf"
 SNIFF_BYTES = 4096
 
 TRACE_NAME = re.compile(r"\.json(\.gz)?$", re.IGNORECASE)
-SNAPSHOT_NAME = re.compile(r"\.(pickle|pkl)$", re.IGNORECASE)
+SNAPSHOT_NAME = re.compile(r"\.(pickle|pkl)(\.gz)?$", re.IGNORECASE)
 # What a recording or a trainer keeps beside its traces; these names are never taken for input.
 OWN_FILES = frozenset({"manifest.json", "status.json", "config.json"})
 OWN_FOLDERS = frozenset({"__pycache__", "logs", "node_modules"})
@@ -104,7 +104,7 @@ def find_sources(path: Path) -> Sources:
         else:
             found.traces.append(source_file(candidate))
     if not (found.traces or found.snapshots or found.errors):
-        raise InputError(path, "holds no trace (.json, .json.gz) and no memory snapshot (.pickle)")
+        raise InputError(path, "holds no trace (.json, .json.gz) and no memory snapshot (.pickle, .pickle.gz)")
     return found
 
 
@@ -119,7 +119,7 @@ def report_errors(command: str, errors: Sequence[InputError], *, read: int) -> i
 
 
 def kind_of(path: Path) -> Kind:
-    """What a file holds, by its first bytes; only a name ending in .pickle or .pkl settles it before them.
+    """What a file holds, by its first bytes; only a name like a snapshot's settles it before them.
 
     Raises InputError with one reason: empty, unreadable, no regular file, an HTML page, a git-lfs pointer, …
     """

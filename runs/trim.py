@@ -1,9 +1,9 @@
 """Makes a recording small enough to keep in a repository: `python runs/trim.py RECORDING OUT [--snapshots 0,1]`.
 
-Left out of each trace are host operators and the arrows between events, which no analysis of a trace with device
-events reads; of the allocator snapshots those of other ranks than the ones named. `--replace OLD=NEW` takes another
-name for a folder in everything that is written. The copy must give the overlap of the original to the last digit, or
-nothing is written.
+Left out of each trace are host operators (but for what c10d was asked for) and the arrows between events, which no
+analysis of a trace with device events reads, and the shape of each kernel's launch; of the allocator snapshots those of
+other ranks than the ones named, and these are compressed. `--replace OLD=NEW` takes another name for a folder in
+everything that is written. The copy must give the overlap of the original to the last digit, or nothing is written.
 """
 
 from __future__ import annotations
@@ -22,25 +22,37 @@ from harness.errors import MeshscopeError
 from harness.recording import read_json, write_json
 from harness.sources import find_sources
 from harness.trace import analyse
+from harness.trace.classify import RECORDED_CALL
 
 HOST_ONLY = {"cpu_op", "fwdbwd", "ac2g", "python_function"}
-TRACES, SNAPSHOTS = "profiling/traces/*/*_trace.json.gz", "profiling/memory_snapshot/*/*.pickle"
+# fmt: off
+LAUNCH = {
+    "External id", "cbid", "context", "queued", "priority", "grid", "block", "registers per thread", "shared memory",
+    "blocks per SM", "warps per SM", "est. achieved occupancy %",
+}
+# fmt: on
+TRACES, SNAPSHOTS = "profiling/traces/*/*_trace.json.gz", "profiling/memory_snapshot/*/*.pickle*"
 
 
 def trim(source: Path, target: Path, snapshots: set[int], names: Sequence[tuple[bytes, bytes]]) -> None:
     """Raises OSError for a folder that is not there, not writable or not new, `InputError` for a damaged manifest,
     ValueError, EOFError or zlib.error for a damaged trace."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*_trace.json.gz", "*.pickle", "checkpoints"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*_trace.json.gz", "*.pickle*", "checkpoints"))
     manifest = read_json(target / "manifest.json")
     kept = f"traces without host operators, snapshots of ranks {', '.join(map(str, sorted(snapshots)))}"
     notes = manifest.get("notes")
-    manifest["notes"] = [*(notes if isinstance(notes, list) else []), f"trimmed: {kept}"]
+    before = [note for note in notes if not str(note).startswith("trimmed: ")] if isinstance(notes, list) else []
+    manifest["notes"] = [*before, f"trimmed: {kept}"]
     write_json(target / "manifest.json", manifest)
-    for pickle in source.glob(SNAPSHOTS):
-        if int(pickle.name.split("_")[0]) in snapshots:
-            shutil.copyfile(pickle, target / pickle.relative_to(source))
     for path in filter(Path.is_file, target.rglob("*")):
         path.write_bytes(_renamed(path.read_bytes(), names))
+    for pickle in source.glob(SNAPSHOTS):
+        if int(pickle.name.split("_")[0]) in snapshots:
+            content = pickle.read_bytes()
+            plain = gzip.decompress(content) if pickle.suffix == ".gz" else content
+            place = target / pickle.relative_to(source)
+            small = gzip.compress(_renamed(plain, names), mtime=0)
+            place.with_name(place.name.removesuffix(".gz") + ".gz").write_bytes(small)
     for trace in source.glob(TRACES):
         text = _renamed(_trimmed_trace(trace), names)
         (target / trace.relative_to(source)).write_bytes(gzip.compress(text, mtime=0))
@@ -52,7 +64,12 @@ def _trimmed_trace(path: Path) -> bytes:
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not (isinstance(events, list) and all(isinstance(event, dict) for event in events)):
         raise ValueError(f"{path} has no list of events")
-    trace["traceEvents"] = [event for event in events if event.get("cat") not in HOST_ONLY]
+    trace["traceEvents"] = kept = [
+        event for event in events if event.get("cat") not in HOST_ONLY or event.get("name") == RECORDED_CALL
+    ]
+    for event in kept:
+        if isinstance(about := event.get("args"), dict):
+            event["args"] = {name: value for name, value in about.items() if name not in LAUNCH}
     return json.dumps(trace).encode()
 
 

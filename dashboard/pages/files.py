@@ -61,7 +61,9 @@ def snapshots(root: Path, found: list[SourceFile]) -> None:
         return
     file = chosen("snapshot", root, found)
     st.link_button("Download snapshot", files.address_of(file.path), icon=":material/download:")
-    st.caption("A pickle as torch.cuda.memory writes it, which pytorch.org/memory_viz opens, too.")
+    st.caption(
+        "A pickle as torch.cuda.memory writes it, which pytorch.org/memory_viz opens, too, unpacked if it is .gz."
+    )
 
 
 def chosen(kind: str, root: Path, found: list[SourceFile]) -> SourceFile:

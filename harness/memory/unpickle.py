@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import gc
+import io
 import mmap
 import pickle
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,6 +62,8 @@ _LINES = frozenset({b"I", b"L", b"F", b"S", b"V", b"g", b"p"})
 _TUPLES = frozenset({b"t", b"\x85", b"\x86", b"\x87"})
 _MAX_NESTED_TUPLES = 10_000
 _MAX_LINE_BYTES = 1 << 20
+MOST_EXPANSION = 300
+"""How many times its size a compressed snapshot may have been; real ones shrink by 20."""
 
 # What the C unpickler raises on data that is damaged or hostile.
 _LOAD_ERRORS = (
@@ -86,24 +90,39 @@ class _PlainUnpickler(pickle.Unpickler):
 def load_plain_pickle(path: Path) -> Any:
     """The object in `path`: dicts, lists, tuples, strings, bytes, numbers, None and nothing else.
 
-    Protocols 0 to 5. Raises InputError (one line, with the byte offset where there is one) when the file cannot
-    be opened, is empty, is no pickle, ends early, or holds anything that would import, call or look up.
+    Protocols 0 to 5, as they are or as gzip. Raises InputError (one line, with the byte offset where there is one)
+    when the file cannot be opened, is empty, is no pickle, ends early, expands beyond `MOST_EXPANSION`, or holds
+    anything that would import, call or look up.
     """
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
                 raise InputError(path, "empty file", 0)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                check_opcodes(path, data)
+                plain = _expanded(path, data) if data[:2] == b"\x1f\x8b" else None
+                check_opcodes(path, data if plain is None else plain)
             # Codes registered in this process would be taken from the cache without asking find_class.
             copyreg.clear_extension_cache()
             with _no_garbage_collection():
-                return _PlainUnpickler(file).load()
+                return _PlainUnpickler(file if plain is None else io.BytesIO(plain)).load()
     except OSError as error:
         raise InputError(path, error.strerror or type(error).__name__) from error
     except _LOAD_ERRORS as error:
         detail = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(path, f"not a readable pickle: {detail}") from error
+
+
+def _expanded(path: Path, data: mmap.mmap) -> bytes:
+    """The content of gzip `data`; raises InputError for damaged data, and for more than a snapshot can have shrunk."""
+    reader, most = zlib.decompressobj(wbits=31), MOST_EXPANSION * len(data)
+    try:
+        plain = reader.decompress(data, most)
+    except zlib.error as error:
+        raise InputError(path, f"is damaged gzip ({error})", 0) from error
+    if not reader.eof:
+        what = "expands to more than a snapshot does" if len(plain) >= most else "is gzip that ends early"
+        raise InputError(path, f"{what} ({len(plain)} bytes so far)", len(data))
+    return plain
 
 
 def check_opcodes(path: Path, data: mmap.mmap | bytes) -> None:

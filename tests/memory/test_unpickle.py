@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import gzip
 import os
 import pickle
 import struct
@@ -14,6 +15,7 @@ import pytest
 from harness.errors import InputError
 from harness.memory.snapshot import read_snapshot
 from harness.memory.unpickle import load_plain_pickle
+from harness.sources import find_sources
 
 from .build import MIB, Allocator, frame, snapshot_of, write
 
@@ -50,6 +52,28 @@ class ByPersistentId(pickle.Pickler):
 def test_all_protocols_give_the_same(tmp_path: Path, protocol: int) -> None:
     content = small_snapshot() | {"numbers": [0, -1, 255, 65536, -(2**31), 2**62, 2**70, 1.5, True, None, (1, 2)]}
     assert load_plain_pickle(write(tmp_path / "s.pickle", content, protocol)) == content
+
+
+def test_compressed_is_the_same_and_whatever_is_wrong_with_it_is_one_line(tmp_path: Path) -> None:
+    content = small_snapshot()
+    plain = pickle.dumps(content, protocol=4)
+    path = tmp_path / "s.pickle.gz"
+    path.write_bytes(gzip.compress(plain))
+    assert load_plain_pickle(path) == content
+    assert [file.path for file in find_sources(tmp_path).snapshots] == [path]
+    whole = path.read_bytes()
+    for wrong, said in (
+        (whole[: len(whole) // 2], "is gzip that ends early"),
+        (whole[:20] + b"\xff" * 20 + whole[40:], "is damaged gzip"),
+        (gzip.compress(bytes(5_000_000)), "expands to more than a snapshot does"),
+        (gzip.compress(b'{"traceEvents": []}'), "not a pickle: HTML or JSON text"),
+        (gzip.compress(gzip.compress(plain)), "gzip data; decompress it first"),
+        (gzip.compress(pickle.dumps(Call(str(tmp_path / "made")))), "refused: pickle opcode"),
+    ):
+        path.write_bytes(wrong)
+        with pytest.raises(InputError, match=said):
+            load_plain_pickle(path)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("protocol", range(6))

@@ -26,7 +26,7 @@ from harness.text import one_line
 # Command -> what `meshscope --help` says. The module is harness.commands.<command>.
 COMMANDS = {
     "run": "start the ranks of a run on this machine and record them",
-    "report": "everything about a recording: steps, memory, communication, prediction beside measurement",
+    "report": "everything about a recording: steps, memory, communication, life of a parameter, prediction beside it",
     "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension",
     "memory": "peaks, stacking and composition of allocator snapshots",
     "ledger": "predicted memory and communication of a run, next to what a recording of it measured",

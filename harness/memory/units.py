@@ -17,6 +17,9 @@ RANGE = re.compile(r"^FSDP::(\w+) \((.+)\)$")
 BUFFERS = {
     "all_gather": frozenset({"all_gather_input", "all_gather_output"}),
     "all_gather_copy_out": frozenset({"unsharded_parameter"}),
+    # Where there is a single shard, nothing is gathered: parameters are cast and copied right here.
+    "pre_forward": frozenset({"unsharded_parameter"}),
+    "pre_backward": frozenset({"unsharded_parameter"}),
     "post_backward_reduce": frozenset({"reduce_scatter_input"}),
 }
 

@@ -121,15 +121,17 @@ def life_of(capture: Capture, device: DeviceCapture, place: int, unit: str) -> L
     ranges = [one for one in capture.ranges if step.start_ns <= one.start < step.end_ns]
     if not (device.step == place).any() or not any(one.unit == unit for one in ranges):
         return None
-    return _Reader(device.activity, np.asarray(device.step == place, np.bool_), ranges, unit).life()
+    return _Reader(device.activity, device.step == place, ranges, unit).life()
 
 
 class _Reader:
     def __init__(self, activity: Activity, in_step: Mask, ranges: Sequence[HostRange], unit: str) -> None:
-        self.activity, self.in_step, self.ranges, self.unit = activity, in_step, ranges, unit
+        self.activity, self.ranges, self.unit = activity.only(in_step), ranges, unit
+        self.own = [one for one in ranges if one.unit == unit]
         self.on_host = activity.source == "host"
-        self.span = Span(int(activity.start[in_step].min()), int(activity.end[in_step].max()))
-        self.compute = activity.union(activity.role == COMPUTE)
+        self.span = Span(int(self.activity.start.min()), int(self.activity.end.max()))
+        self.compute = clip(activity.union(activity.role == COMPUTE), *self.span)
+        self.communication = clip(activity.union(activity.role == COMMUNICATION), *self.span)
 
     def life(self) -> Life:
         computations = self.computations()
@@ -146,17 +148,17 @@ class _Reader:
             states=sorted(states, key=lambda state: (state.span, STATES.index(state.name))),
             transfers=sorted(transfers, key=lambda transfer: transfer.span),
             computations=computations,
-            compute=clip(self.compute, *self.span),
-            communication=clip(self.activity.union(self.activity.role == COMMUNICATION), *self.span),
+            compute=self.compute,
+            communication=self.communication,
         )
 
     def named(self, *operations: str) -> list[HostRange]:
-        return [one for one in self.ranges if one.unit == self.unit and one.operation in operations]
+        return [one for one in self.own if one.operation in operations]
 
     def launched(self, start: int, end: int, *roles: int, thread: int | None = None) -> Mask:
         """What was launched in [start, end) of the host's time, by a thread or by any."""
         activity = self.activity
-        mask: Mask = self.in_step & (activity.launch >= start) & (activity.launch < end)
+        mask: Mask = (activity.launch >= start) & (activity.launch < end)
         mask &= np.isin(activity.role, roles)
         return mask if thread is None else mask & (activity.thread == thread)
 
@@ -343,10 +345,10 @@ class _Reader:
 
     def computed(self, windows: Intervals) -> Intervals:
         """What was launched in the windows of the host's time."""
-        mask = np.zeros(self.in_step.size, np.bool_)
-        for start, end in zip(*(edges.tolist() for edges in windows), strict=True):
-            mask |= self.launched(start, end, COMPUTE)
-        return self.activity.union(mask)
+        launch = self.activity.launch
+        place = np.searchsorted(windows.start, launch, side="right") - 1
+        inside = (place >= 0) & (launch < np.append(windows.end, MISSING)[place])
+        return self.activity.union(inside & (self.activity.role == COMPUTE))
 
     def phases(self) -> list[tuple[str, Span]]:
         """On the device: what was launched in them."""

@@ -14,28 +14,30 @@ OPERATION = re.compile(r"^(?:FSDP|AC)::(\w+) \((.+)\)$")
 
 
 class HostRange(NamedTuple):
-    """[start, end) in the trace's ns on a host thread."""
+    """[start, end) in the trace's ns on a host thread. Of `FSDP::all_gather (layers.3)`, `operation` is `all_gather`
+    and `unit` is `layers.3`; None for a range that belongs to no unit."""
 
     start: int
     end: int
     thread: int
     name: str
-
-    @property
-    def operation(self) -> str | None:
-        """`all_gather` of `FSDP::all_gather (layers.3)`; None for a range that belongs to no unit."""
-        match = OPERATION.match(self.name)
-        return match[1] if match else None
-
-    @property
-    def unit(self) -> str | None:
-        """`layers.3` of `FSDP::all_gather (layers.3)`."""
-        match = OPERATION.match(self.name)
-        return match[2] if match else None
+    operation: str | None
+    unit: str | None
 
 
 def host_ranges(trace: Trace) -> list[HostRange]:
+    meanings: dict[int, tuple[str | None, str | None]] = {}
+    for index, name in enumerate(trace.names):
+        if match := OPERATION.match(name):
+            meanings[index] = match[1], match[2]
+        elif name.startswith((*UNIT_PREFIXES, OPTIMIZER_STEP)) or name in PHASES:
+            meanings[index] = None, None
     rows = zip(*(column.tolist() for column in trace.annotations), strict=True)
-    found = (HostRange(start, start + dur, thread, trace.names[name]) for start, dur, thread, name in rows)
-    wanted = (*UNIT_PREFIXES, OPTIMIZER_STEP)
-    return sorted(one for one in found if one.name.startswith(wanted) or one.name in PHASES)
+    return sorted(
+        (
+            HostRange(start, start + dur, thread, trace.names[name], *meanings[name])
+            for start, dur, thread, name in rows
+            if name in meanings
+        ),
+        key=lambda one: (one.start, one.end),
+    )

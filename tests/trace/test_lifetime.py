@@ -275,3 +275,20 @@ def test_what_is_enlarged_holds_the_passes(written):
     scatter = found.of_kind("communication")[-1]
     assert backward.start <= second.start_ns
     assert scatter.end_ns <= backward.end
+
+
+@pytest.mark.shared_data
+def test_a_single_shard_is_cast_and_copied_in_the_units_own_ranges(recordings):
+    """TP2 without sharding on two H200s: the allocator's history has what the trace has no collective for."""
+    report = build(recordings / "h200x2_tp2")
+    found = report.lifetime
+    assert found is not None
+    assert found.of_kind("communication") == []
+    assert "one shard: nothing is gathered or scattered, parameters are cast and copied" in found.notes
+    sizes = {row.what: (row.bytes, row.source) for row in found.of_kind("storage")}
+    assert sizes["unsharded parameters"] == (2 * 30_412_800, "snapshot")
+    assert sizes["reduce-scatter input"] == (4 * 30_412_800, "snapshot")
+    assert [row.phase for row in found.of_kind("storage") if row.what == "unsharded parameters"] == [
+        "forward",
+        "backward",
+    ]

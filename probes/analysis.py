@@ -15,6 +15,7 @@ from harness.text import one_line
 from probes import stats
 from probes.engine import Progress, voided
 from probes.experiment import Experiment, Known, Trial, scale_of
+from probes.in_effect import uncaptured
 from probes.queue_arms import QueueStudy, read_for
 from probes.reduce import COMPARED, losses, trial_metrics
 
@@ -171,6 +172,12 @@ def analyse(
     rest, not_run = [arm.name for arm in experiment.run_arms[1:]], experiment.not_run
     for arm in rest:
         comparison, more = _compare(experiment, progress, values, arm, 1 - 0.05 / len(rest))
+        judged = (progress.trials[trial] for trial in valid if trial.arm == arm)
+        if left_out := uncaptured(one.recording for one in judged if one.recording is not None):
+            none_at_all, reason = left_out
+            more.append(f"{arm}: {reason}")
+            if none_at_all:
+                comparison = replace(comparison, verdict="ignored by this build", reason=reason)
         comparisons.append(comparison)
         found += more
     if len(rest) > 1:

@@ -35,8 +35,13 @@ class Operators:
         self.handles: dict[str, Storage] = {}
         self.adds_up_gradients = False
         """Gradients of several backwards are added up before they are reduced, as in a pipeline."""
+        self.in_compiled_layer = False
+        self.is_last_part = False
+        """Only what a compiled layer returns is made of what follows: it is computed once."""
 
     def new(self, category: str, coefficient: int, monomial: str) -> Storage:
+        if self.is_last_part and self.graph.computes_again:
+            coefficient = 0
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
 
     def gradient(self, coefficient: int, monomial: str, *, is_view: bool = False) -> Gradient:
@@ -45,7 +50,7 @@ class Operators:
     def kept(self, compute: Callable[[], Result], *, is_product: bool = False) -> Result:
         """What an operator returns whose result selective checkpointing keeps, where this is such a region."""
         frame = self.graph.frame
-        return compute() if frame is None else frame.kept(compute, is_product=is_product)
+        return compute() if frame is None or self.is_last_part else frame.kept(compute, is_product=is_product)
 
     def cublas(self, thread: str) -> None:
         if self.target == "cuda" and thread not in self.handles:
@@ -59,16 +64,19 @@ class Operators:
         Backward computes the weight's gradient, then the input's; both are views (of the transposed product, and of
         the product made in 2-D).
         """
-        e, (inner, matrix, outer), saved = self.e, shape, x.storage
+        e, (inner, matrix, outer), saved = self.e, shape, [x.storage]
+        lets_go = self.in_compiled_layer
         self.cublas("forward")
         out = Tensor(self.kept(lambda: self.new(category, e, outer), is_product=True))
 
-        def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient | None]:
+        def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient | None]:
             self.cublas("backward")
             wanted = self.graph.wanted
             if wanted == "inputs":
                 return [self.gradient(e, inner, is_view=True), gradient]
             to_weight = Gradient(self.new("unsharded gradients", e, matrix), is_view=True)
+            if lets_go:
+                saved.clear()
             return [None if wanted == "weights" else self.gradient(e, inner, is_view=True), to_weight]
 
         out.node = self.graph.record([x, weight], backward)

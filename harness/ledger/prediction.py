@@ -15,6 +15,7 @@ from harness.ledger.communication import (
     collectives,
     host_copies,
 )
+from harness.ledger.compiled import compilation_notes
 from harness.ledger.layout import MEANINGS
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
@@ -92,6 +93,8 @@ class Prediction:
     """The same, by purpose."""
     host_copies: list[HostCopies] = field(default_factory=list)
     """With CPU offload; of a pipeline for each of its ranks."""
+    notes: list[str] = field(default_factory=list)
+    """What of it is approximate, a line each."""
 
     def to_json(self) -> dict[str, Any]:
         """The object of `meshscope ledger --json` without `--against`."""
@@ -108,6 +111,7 @@ class Prediction:
             "host_copies": [_without_none(asdict(copies)) for copies in self.host_copies],
             "time": {"step_ns": None, "compute_ns": None, "comm_ns": None, "exposed_ns": None},
             "quantities": MEANINGS,
+            "notes": self.notes,
             "errors": [],
         }
 
@@ -180,6 +184,7 @@ def predict(
         communication=by_dimension_and_kind(found),
         collectives=found,
         host_copies=host_copies(config),
+        notes=compilation_notes(config, target),
     )
 
 

@@ -1,7 +1,7 @@
 """Activation checkpointing: a region whose operators save nothing, and which is run again for the first that needs it.
 
 torch: torch/utils/checkpoint.py (`_checkpoint_hook`, `_CachingTorchDispatchMode`, `_CachedTorchDispatchMode`); what is
-saved beside the input: harness/trainer/activation_checkpoint.py.
+saved beside the input: harness/trainer/activation_checkpoint.py, or torch.compile (`harness.ledger.compiled`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,25 @@ if TYPE_CHECKING:
 
 Region = Callable[["Tensor"], "Tensor"]
 Result = TypeVar("Result")
+Keeps = Callable[[int, bool], bool]
+"""Of an operator that may be kept: how many matrix products there were in the region, with it, and whether it is one.
+Others are attention and what leaves a tensor-parallel region."""
 
 
-def checkpointed(graph: Graph, region: Region, x: Tensor, *, selective: bool) -> Tensor:
-    """`region` of `x`, which is kept until the backward of all that the region would have saved is done."""
-    frame = Frame(graph, region, x, selective=selective)
+def keeps_nothing(products: int, is_product: bool) -> bool:
+    """Full checkpointing."""
+    return False
+
+
+def keeps_every_other(products: int, is_product: bool) -> bool:
+    """Selective checkpointing."""
+    return not is_product or products % 2 == 1
+
+
+def checkpointed(graph: Graph, region: Region, x: Tensor, keeps: Keeps, *, lets_go: bool = False) -> Tensor:
+    """`region` of `x`, which is kept until the backward of all that the region would have saved is done, or with
+    `lets_go` until the region has been computed again."""
+    frame = Frame(graph, region, x, keeps, lets_go=lets_go)
     graph.frame = frame
     out = region(x)
     graph.frame = None
@@ -33,8 +47,9 @@ class Frame:
     what each needs, in the order of forward.
     """
 
-    def __init__(self, graph: Graph, region: Region, x: Tensor, *, selective: bool) -> None:
-        self._graph, self._region, self._x, self._selective = graph, region, x, selective
+    def __init__(self, graph: Graph, region: Region, x: Tensor, keeps: Keeps, *, lets_go: bool) -> None:
+        self._graph, self._region, self._keeps, self._lets_go = graph, region, keeps, lets_go
+        self._x = [x]
         self._saving_nodes = 0
         self._again: list[Backward | None] | None = None
         self._kept: deque[Any] = deque()
@@ -62,7 +77,7 @@ class Frame:
         graph = self._graph
         interrupted = graph.tape.now
         graph.frame, self._again, self._products = self, [], 0
-        self._region(self._x)
+        self._region(self._x.pop() if self._lets_go else self._x[0])
         graph.frame = None
         if interrupted is not None:
             graph.tape.resume(interrupted)
@@ -72,10 +87,10 @@ class Frame:
         return self._again is not None
 
     def kept(self, compute: Callable[[], Result], *, is_product: bool = False) -> Result:
-        """The result of an operator that selective checkpointing keeps; of matrix products it keeps every other."""
+        """The result of an operator that is kept, if this one is."""
         if is_product:
             self._products += 1
-        if not self._selective or (is_product and self._products % 2 == 0):
+        if not self._keeps(self._products, is_product):
             return compute()
         if self._again is not None:
             result: Result = self._kept.popleft()

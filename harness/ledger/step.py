@@ -12,13 +12,22 @@ from harness.config import DTYPE_BYTES, Trainer
 from harness.float8 import conversion
 from harness.ledger.autograd import Gradient, Tensor
 from harness.ledger.chunked_loss import forward_and_backward, turns
+from harness.ledger.compiled import (
+    CompiledOperators,
+    after_attention,
+    compiled_cross_entropy,
+    fuses_loss,
+    keeps_attention,
+    keeps_last_product,
+    within_budget,
+)
 from harness.ledger.context_parallel import ContextParallel
 from harness.ledger.float8 import Float8
 from harness.ledger.fully_sharded import Sharding, Unit, after, before
 from harness.ledger.layout import checkpointed_layers, quantities, unit_parameters
 from harness.ledger.loss import VocabParallelLoss, cross_entropy, vocab_parallel_cross_entropy
 from harness.ledger.operators import LOGITS, Operators, Target
-from harness.ledger.recompute import checkpointed
+from harness.ledger.recompute import Keeps, checkpointed, keeps_every_other, keeps_nothing
 from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
 from harness.ledger.tensor_parallel import Redistribution
@@ -79,6 +88,8 @@ class Step:
         self.attend = self.ops.attention if cp == 1 else ContextParallel(self.ops, config, shard_rank % cp).attention
         self.float8 = Float8(self.ops, config.float8.recipe, emulate=config.float8.emulate)
         self.converted = conversion(config).converted
+        self.compiled = CompiledOperators(self.ops) if config.compile.blocks else None
+        self.argument: Tensor | None = None
         self.plan = Redistribution(self.ops, sequence_parallel=config.parallelism.sequence_parallel)
         self.sharding = Sharding(
             self.tape,
@@ -210,25 +221,34 @@ class Step:
         x = before(graph, unit, x)
         if unit.name not in self.checkpointed:
             return after(graph, unit, self._block(unit.name, weights, x))
-        selective = self.config.activation_checkpoint.mode == "selective"
-        block = partial(self._block, unit.name, weights)
-        return after(graph, unit, checkpointed(graph, block, x, selective=selective))
+        block, keeps = partial(self._block, unit.name, weights), self._keeps()
+        if self.compiled is None or not keeps_attention(keeps):
+            return after(graph, unit, checkpointed(graph, block, x, keeps, lets_go=self.compiled is not None))
+        # What attention returned is there: what lies before it is computed again when its own backward needs it.
+        heads, rest = partial(self._heads, unit.name, weights), partial(self._rest, unit.name, weights, x)
+        attended = checkpointed(graph, heads, x, keeps, lets_go=True)
+        return after(graph, unit, checkpointed(graph, rest, attended, after_attention(keeps), lets_go=True))
+
+    def _keeps(self) -> Keeps:
+        mode = self.config.activation_checkpoint.mode
+        if mode == "memory_budget":
+            return within_budget(self.config, self.quantities)
+        return keeps_every_other if mode == "selective" else keeps_nothing
 
     def _block(self, name: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return self._rest(name, weights, x, self._heads(name, weights, x))
+
+    def _heads(self, name: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        """What attention returns. Uncompiled, the normalised input stays alive beside what is gathered from it until
+        that has been projected: torch's `_wrapped_call_impl` holds a module's arguments."""
         ops, plan = self.ops, self.plan
+        ops.in_compiled_layer = self.compiled is not None
         if ops.graph.computes_again:
             self.instant(f"{name} attention")
-        branch = self._attention(ops.rms_norm(NORM, x, weights["attention_norm"], plan.stream, plan.rows), weights)
-        x = ops.add(RESIDUAL, x, branch, plan.stream)
-        del branch
-        self.instant(f"{name} feed-forward")
-        branch = self._feed_forward(ops.rms_norm(NORM, x, weights["ffn_norm"], plan.stream, plan.rows), weights)
-        return ops.add(RESIDUAL, x, branch, plan.stream)
-
-    def _attention(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        """`x` stays alive beside what is gathered from it: torch's `_wrapped_call_impl` holds a module's arguments."""
-        ops, plan = self.ops, self.plan
-        gathered = plan.enter(x)
+        normalised = self._norm(x, weights["attention_norm"], [])
+        gathered = plan.enter(normalised)
+        self.argument = None if self.compiled else normalised
+        del normalised
         q = self._linear("wq", ATTENTION, gathered, weights, ("T·d", "d·d/t", "T·d/t"))
         k = self._linear("wk", ATTENTION, gathered, weights, ("T·d", "kv·d/t", "T·kv/t"))
         v = self._linear("wv", ATTENTION, gathered, weights, ("T·d", "kv·d/t", "T·kv/t"))
@@ -236,18 +256,47 @@ class Step:
         out = self.attend(ATTENTION, q, k, v)
         if self.implementation.copies_heads:
             out = ops.copy_heads(ATTENTION, out)
-        return plan.leave(RESIDUAL, self._linear("wo", RESIDUAL, out, weights, ("T·d/t", "d·d/t", "T·d")))
+        ops.in_compiled_layer = False
+        return out
+
+    def _rest(self, name: str, weights: dict[str, Tensor], x: Tensor, attended: Tensor) -> Tensor:
+        ops, plan = self.ops, self.plan
+        ops.in_compiled_layer = self.compiled is not None
+        projected = self._linear("wo", RESIDUAL, attended, weights, ("T·d/t", "d·d/t", "T·d"))
+        branch = plan.leave(RESIDUAL, projected)
+        self.argument = None
+        del projected, attended
+        total = ops.add(RESIDUAL, x, branch, plan.stream)
+        made_of, x = [x, branch] if self.compiled else [], total
+        del branch, total
+        self.instant(f"{name} feed-forward")
+        branch = self._feed_forward(self._norm(x, weights["ffn_norm"], made_of), weights)
+        x = ops.add(RESIDUAL, x, branch, plan.stream)
+        ops.in_compiled_layer = ops.is_last_part = False
+        return x
+
+    def _norm(self, x: Tensor, weight: Tensor, made_of: list[Tensor]) -> Tensor:
+        """`made_of`: what `x` is the sum of; this empties it. Where a compiled layer's operators run one by one, what
+        it computes again is there for all that need it."""
+        again = self.ops.graph.computes_again and self.ops.target == "cpu"
+        if self.compiled is None or again:
+            return self.ops.rms_norm(NORM, x, weight, self.plan.stream, self.plan.rows)
+        return self.compiled.rms_norm(NORM, x, weight, self.plan.stream, self.plan.rows, made_of)
 
     def _feed_forward(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         ops, plan = self.ops, self.plan
         gathered = plan.enter(x)
         shape = ("T·d", "f·d/t", "T·f/t")
-        hidden = ops.multiply(
-            FEED_FORWARD,
-            ops.silu(FEED_FORWARD, self._linear("w1", FEED_FORWARD, gathered, weights, shape)),
-            self._linear("w3", FEED_FORWARD, gathered, weights, shape),
-        )
-        return plan.leave(RESIDUAL, self._linear("w2", RESIDUAL, hidden, weights, ("T·f/t", "f·d/t", "T·d")))
+        gate = self._linear("w1", FEED_FORWARD, gathered, weights, shape)
+        elementwise = self.compiled or ops
+        gate = elementwise.silu(FEED_FORWARD, gate)
+        up = self._linear("w3", FEED_FORWARD, gathered, weights, shape)
+        hidden = elementwise.multiply(FEED_FORWARD, gate, up)
+        del gate, up
+        ops.is_last_part = self.compiled is not None and not keeps_last_product(self.config)
+        out = self._linear("w2", RESIDUAL, hidden, weights, ("T·f/t", "f·d/t", "T·d"))
+        ops.is_last_part = self.compiled is not None
+        return plan.leave(RESIDUAL, out)
 
     def _linear(
         self, name: str, category: str, x: Tensor, weights: dict[str, Tensor], shape: tuple[str, str, str]
@@ -256,6 +305,8 @@ class Step:
         return multiply(category, x, weights[name], shape)
 
     def loss(self, logits: Tensor) -> Tensor:
+        if fuses_loss(self.config, self.ops.target):
+            return compiled_cross_entropy(self.ops, logits)
         if self.config.parallelism.tp == 1:
             return cross_entropy(self.ops, logits)
         return vocab_parallel_cross_entropy(self.ops, logits, self.implementation.vocab_parallel_loss)

@@ -18,6 +18,7 @@ def report(prediction: Prediction) -> str:
     for ranks in alike.values():
         lines += ["", *_memory(ranks)]
     lines += ["", *_communication(prediction), *_host_copies(prediction)]
+    lines += [f"note: {note}" for note in prediction.notes]
     return "\n".join(lines)
 
 

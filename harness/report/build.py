@@ -15,6 +15,7 @@ from harness.errors import InputError, UsageError
 from harness.ledger import Prediction, predict
 from harness.memory import Analysis
 from harness.recording import Recording
+from harness.report.compilation import Compilation, compilation_of
 from harness.report.finding import Finding
 from harness.report.findings import find
 from harness.report.float8 import Float8, float8_of
@@ -40,6 +41,7 @@ class Report:
     communication: list[compare.Communication] = field(default_factory=list)
     pipeline: Pipeline | None = None
     float8: Float8 | None = None
+    compilation: Compilation | None = None
     lifetime: Lifetime | None = None
     no_lifetime: str | None = None
     metrics: dict[str, Value] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class Report:
             "communication": [asdict(row) for row in self.communication],
             "pipeline": self.pipeline.to_json() if self.pipeline else None,
             "float8": self.float8.to_json() if self.float8 else None,
+            "compile": self.compilation.to_json() if self.compilation else None,
             "lifetime": self.lifetime.to_json() if self.lifetime else None,
             "errors": [error.to_json() for error in self.errors],
         }
@@ -153,6 +156,7 @@ def build(path: Path, read: Reader = read_captures, wanted: Wanted = ANY_UNIT) -
         report.communication = compare.communication(report.prediction, report.captures)
     report.pipeline = pipeline_of(report.config, report.captures)
     report.float8 = float8_of(report)
+    report.compilation = compilation_of(report)
     life = lifetime_of(report.config, report.complete_captures, report.snapshots, wanted)
     report.lifetime, report.no_lifetime = (None, life) if isinstance(life, str) else (life, None)
     report.metrics = run_metrics(report.measured)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from harness.report.compilation import compilation_findings
 from harness.report.finding import NOT_A_CLUSTER, SEVERITIES, Finding, of_time, ranks_text
 from harness.report.findings_communication import communication_findings
 from harness.report.findings_memory import memory_findings
@@ -31,6 +32,7 @@ def find(report: Report) -> list[Finding]:
         *memory_findings(report),
         *setting_findings(report),
         *float8_findings(report),
+        *compilation_findings(report),
         *communication_findings(report),
         *pipeline_findings(report),
         *prediction(report),

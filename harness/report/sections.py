@@ -106,6 +106,8 @@ def run(report: Report) -> list[Html]:
         rows += list(layout(report.config).items())
     if report.float8 is not None:
         rows.append(("float8", report.float8.words()))
+    if report.compilation is not None:
+        rows.append(("compile", report.compilation.words()))
     versions = manifest.get("versions")
     for name, value in versions.items() if isinstance(versions, dict) else ():
         rows.append((name, value))

@@ -70,6 +70,8 @@ def _head(report: Report) -> Iterator[str]:
         yield f"  {'; '.join(rest)}"
     if report.float8 is not None:
         yield f"  float8: {report.float8.words()}"
+    if report.compilation is not None:
+        yield f"  compile: {report.compilation.words()}"
     versions = manifest.get("versions") or {}
     known = [f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl", "driver") if versions.get(name)]
     devices = {str((rank.get("device") or {}).get("name")) for rank in recording.ranks.values()}

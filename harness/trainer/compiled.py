@@ -13,6 +13,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import cudagraph_utils
 
 from harness import config
+from harness.errors import UsageError
 from harness.trainer.loss import Loss, cross_entropy_sum
 from harness.trainer.model.decoder import Decoder
 
@@ -25,7 +26,7 @@ class Compiled:
     """What `config.compile` asks of one training, and a record of what torch made of it.
 
     To be built once for each training of a process: it drops what was compiled for an earlier one, whose process groups
-    are gone.
+    are gone. Raises `UsageError` where the environment switches torch.compile off.
     """
 
     def __init__(self, config: config.Trainer.Config, device: torch.device) -> None:
@@ -37,6 +38,11 @@ class Compiled:
         self._seen: Any = None
         self._graph_log = _SkippedGraphs()
         if self._wanted.blocks or self._wanted.loss:
+            if torch._dynamo.config.disable:
+                raise UsageError(
+                    "compile.blocks or compile.loss: TORCH_COMPILE_DISABLE=1 or TORCHDYNAMO_DISABLE=1 switches "
+                    "torch.compile off; unset it"
+                )
             torch._dynamo.reset()
             dynamo.counters.clear()
             dynamo.clear_compilation_metrics()
@@ -93,7 +99,6 @@ class Compiled:
             "graph_breaks": dynamo.counters["graph_break"].total(),
             "recompile_reasons": [reason.splitlines()[0].strip() for reason in reasons][:MOST_REASONS],
             "ran_eagerly": dict(self._eager),
-            "disabled": bool(torch._dynamo.config.disable),
             "cuda_graphs": self._cuda_graphs(),
         }
 
@@ -111,7 +116,8 @@ class Compiled:
         return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options or None)
 
     def _note_eager(self, name: str) -> None:
-        """Counts where a part runs without being compiled, as with TORCH_COMPILE_DISABLE; no graph holds it."""
+        """Counts where a part runs without being compiled, which torch before 2.13 does without a word; no graph holds
+        this."""
         if not torch.compiler.is_compiling():
             self._eager[name] += 1
 

@@ -1,42 +1,43 @@
-"""CUDA graphs of forward and backward: what keeps this trainer from them, layout by layout."""
+"""compile.cuda_graphs: forward and backward of every compiled layer captured and replayed."""
 
 from harness.config import Trainer
 from harness.recording import Mode
 from probes.knobs.knob import Arm, Inaction, Knob
 
 
-def _not_captured(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction:
-    layout = config.parallelism
-    if layout.pp > 1:
-        why = "a pipeline's schedule sends and receives between micro-batches"
-    elif config.fsdp_shards > 1:
+def _not_captured(config: Trainer.Config, mode: Mode, arm: Arm) -> Inaction | None:
+    if mode == "cpu":
+        why = "CUDA graphs need CUDA: in mode cpu nothing is captured"
+    elif config.parallelism.pp > 1:
         why = (
-            f"with {config.fsdp_shards} shards FSDP2 frees parameters and gathers them again through the caching "
-            "allocator, on side streams, in every forward and backward"
+            f"with parallelism.pp={config.parallelism.pp} a layer's activations of several micro-batches live at once, "
+            "and the replay of a graph writes them to one place: set pp to 1"
         )
-    elif layout.tp > 1:
-        why = (
-            f"with tp={layout.tp} functional collectives hand their work to a registry on the host, and FSDP2, which "
-            "casts the parameters, reduces gradients into new memory on a side stream"
-        )
+    elif not config.compile.blocks:
+        why = "inductor captures compiled layers, and none is compiled: add --compile.blocks true"
+    elif config.compile.backend != "inductor":
+        why = f"inductor captures them, and compile.backend is {config.compile.backend}: leave it at inductor"
     else:
-        why = (
-            "FSDP2, which casts the parameters on a single rank too, reduces gradients into new memory on a side stream"
-        )
-    return Inaction("unavailable in this build", f"this trainer captures no CUDA graph: {why}")
+        return None
+    return Inaction("unavailable in this build", why)
 
 
 KNOB = Knob(
     name="cuda_graphs",
-    hypothesis="one launch for a whole forward and backward takes the host out of a step that waits for it, and keeps "
-    "a private pool of memory",
-    acts_on="CUDA; nothing in this trainer yet",
+    hypothesis="one launch for the whole forward, or backward, of a layer takes the host out of a step that waits for "
+    "it, and keeps a private pool of memory",
+    acts_on="layers compiled by inductor on CUDA (--compile.blocks true), without a pipeline; what was captured, and "
+    "why not, is in ranks/rank{r}.json under compile.cuda_graphs",
     metric="step_wall_ns",
-    values=("off", "on"),
+    values=("false", "true"),
+    field="compile.cuda_graphs",
     inaction=_not_captured,
     known=(
+        "a graph replays at the addresses at which it was captured: where FSDP2 gathers a layer's parameters elsewhere "
+        "it is captured again, and after 128 times left out (torch._inductor.config.triton."
+        "cudagraph_unexpected_rerecord_limit)",
         "torchtitan 0.3.0 replays forward and backward as one graph by default (torchtitan#3559); its traces then have "
-        "neither FSDP units nor phases",
+        "neither FSDP units nor phases; here the hooks of FSDP2 stay outside the graphs, and traces keep both",
         "kernels of NCCL get longer inside a graph as they share the device: duration is not cost (torchtitan#2071)",
     ),
 )

@@ -37,6 +37,13 @@ class Live(TorchDispatchMode):
     `sent` counts (group size, kind) -> [collectives, bytes of the full side].
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions run compiled; the operators that they call are seen."""
+        return True
+
     def __init__(self, *seeds: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.references: dict[int, Any] = {}

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing import Any, Self
 
 import torch
 
+from harness.compilation import Compile
 from harness.config import ActivationCheckpoint, Decoder, Parallelism, Pipeline, Recorder, Trainer, Training
 from harness.config_json import field_names
 from harness.float8 import INSTALL, Float8
@@ -41,14 +43,20 @@ def layout(
 ) -> Trainer.Config:
     parallelism = {name: options.pop(name) for name in field_names(Parallelism.Config) if name in options}
     float8 = {name: options.pop(name) for name in field_names(Float8.Config) if name in options}
-    mode, every = options.pop("checkpointing", "none"), options.pop("every", 1)
+    checkpointing = {
+        field: options.pop(name)
+        for name, field in (("checkpointing", "mode"), ("every", "every"), ("memory_budget", "memory_budget"))
+        if name in options
+    }
+    compiled = {part: part in options.pop("compiled", ()) for part in ("blocks", "loss")}
     pipeline = {name: options.pop(name) for name in field_names(Pipeline.Config) if name in options}
     config = Trainer.Config(
         world_size=dp_shard * tp * math.prod(parallelism.get(axis, 1) for axis in ("dp_replicate", "cp", "pp")),
         model=model,
         parallelism=Parallelism.Config(dp_shard=dp_shard, tp=tp, **parallelism),
         pipeline=Pipeline.Config(**pipeline),
-        activation_checkpoint=ActivationCheckpoint.Config(mode=mode, every=every),
+        activation_checkpoint=ActivationCheckpoint.Config(**checkpointing),
+        compile=Compile.Config(backend="aot_eager", **compiled) if any(compiled.values()) else Compile.Config(),
         float8=Float8.Config(**float8),
         training=Training.Config(micro_batch_size=batch, seq_len=seq_len, device="cpu", **options),
     )
@@ -59,6 +67,7 @@ def layout(
 ATTENTIVE = Decoder.Config(vocab_size=64, dim=128, n_layers=2, n_heads=8, n_kv_heads=8, ffn_dim=32)
 """Attention of long sequences is the peak of forward, backward or both."""
 DEEP = replace(MODEL, n_layers=8)
+LAYERS = ("blocks",)
 FRONT, ENDS = ["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]
 
 CASES = {
@@ -251,6 +260,16 @@ CASES = {
     "float8_kernels_rowwise_fp32": (layout(2, 1, recipe="rowwise", mixed_precision_param="float32"), 0),
     "float8_kernels_rowwise_gw_tp2": (layout(2, 2, recipe="rowwise_with_gw_hp"), 0),
     "cp2_pp2_ring_zbv": (layout(1, 1, cp=2, pp=2, cp_attention="ring", schedule="ZBVZeroBubble", model=DEEP), 1),
+    "compiled_fp32": (layout(1, 1, compiled=LAYERS, seq_len=256, mixed_precision_param="float32"), 0),
+    "compiled_tp2": (layout(2, 2, compiled=LAYERS, seq_len=256), 0),
+    "compiled_selective_tp2": (layout(2, 2, compiled=LAYERS, seq_len=256, checkpointing="selective"), 0),
+    "compiled_full_every2": (layout(2, 1, compiled=LAYERS, seq_len=256, checkpointing="full", every=2), 0),
+    "compiled_budget": (
+        layout(2, 1, compiled=LAYERS, seq_len=256, checkpointing="memory_budget", memory_budget=0.5),
+        0,
+    ),
+    "compiled_pp2": (layout(1, 1, pp=2, micro_batches=4, compiled=LAYERS, seq_len=256), 0),
+    "compiled_loss_tp2_chunks4": (layout(1, 2, compiled=("loss",), loss_chunks=4, model=WIDE), 0),
 }
 """Name -> (configuration, rank). The last rank has what is left of uneven rows, or none of them."""
 
@@ -334,6 +353,8 @@ def figures(config: Trainer.Config, rank: int) -> dict[str, Any]:
 def main() -> None:
     """Every case in a fork: DTensor caches plans by mesh, and would hand a group of one case to another."""
     torch.set_num_threads(1)
+    # Of torch.compile itself, which looks at tensors of a graph and means to ignore it.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     context = multiprocessing.get_context("fork")
     found = {}
     for name, (config, rank) in CASES.items():

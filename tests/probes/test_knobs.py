@@ -11,11 +11,14 @@ import pytest
 from experiments import arguments
 
 from harness.commands import probe
+from harness.compilation import Compile
 from harness.config import Parallelism, Trainer
 from harness.config_json import with_overrides
 from harness.errors import UsageError
+from harness.recording import Recording, read_recording
 from harness.variables import KNOWN
 from probes.experiment import Known
+from probes.in_effect import uncaptured
 from probes.knobs import KNOBS, UNSET, Knob, find_knob
 from probes.knobs.alloc_conf import options
 from probes.liveness import fsdp_method, inactions, require_taken, same_settings, without_fsdp_method
@@ -36,8 +39,9 @@ def test_every_knob_says_what_it_is_and_its_arms_can_be_set(knob: Knob):
     assert knob.metric in COMPARED
     assert knob.variable is None or knob.variable in {known.name for known in KNOWN} | {"OMP_NUM_THREADS"}
     arms = knob.arms()
+    config = replace(FSDP2_TP2, compile=Compile.Config(blocks=knob.name == "cuda_graphs"))
     for arm in arms:
-        with_overrides(FSDP2_TP2, list(arm.overrides.items())).validate()
+        with_overrides(config, list(arm.overrides.items())).validate()
     distinct = {json.dumps(arm.to_json() | {"name": ""}) for arm in arms}
     assert len(distinct) == len(arms) or not (knob.variable or knob.field)
     assert set(same_settings(arms, knob, FSDP2_TP2)) <= {str(knob.default)}
@@ -184,13 +188,45 @@ def test_a_threshold_without_a_memory_limit_is_said_to_be_ignored():
     assert known_of("alloc_conf.garbage_collection_threshold", FSDP4) == []
 
 
+COMPILED = replace(SINGLE, compile=Compile.Config(blocks=True))
+
+
 @pytest.mark.parametrize(
-    ("config", "why"), [(SINGLE, "on a single rank too"), (FSDP4, "with 4 shards"), (TP4, "with tp=4")]
+    ("config", "mode", "why"),
+    [
+        (COMPILED, "cpu", "CUDA graphs need CUDA"),
+        (SINGLE, "real", "add --compile.blocks true"),
+        (replace(SINGLE, compile=Compile.Config(blocks=True, backend="aot_eager")), "real", "leave it at inductor"),
+        (FSDP2_PP2, "real", "set pp to 1"),
+    ],
 )
-def test_cuda_graphs_are_unavailable_for_a_reason_of_each_layout(config: Trainer.Config, why: str):
-    (known,) = known_of("cuda_graphs", config)
+def test_cuda_graphs_are_unavailable_for_a_reason(config: Trainer.Config, mode: str, why: str):
+    (known,) = known_of("cuda_graphs", config, mode)
     assert known.verdict == "unavailable in this build"
     assert why in known.reason
+
+
+def test_cuda_graphs_act_on_compiled_layers():
+    assert known_of("cuda_graphs", COMPILED) == []
+
+
+def test_cuda_graphs_that_were_not_captured_are_told_with_the_reason(tmp_path):
+    def trial(captured: int, skips: int) -> Recording:
+        graphs = {"captured": captured, "skips": skips, "skip_reasons": ["skipping cudagraphs due to cpu device"]}
+        recording = tmp_path / f"{captured}_{skips}"
+        (recording / "ranks").mkdir(parents=True)
+        document = {"rank": 0, "schema_version": 1, "compile": {"cuda_graphs": graphs if captured >= 0 else None}}
+        (recording / "ranks" / "rank0.json").write_text(json.dumps(document))
+        (recording / "manifest.json").write_text("{}")
+        return read_recording(recording)
+
+    without, all_captured, some, none = trial(-1, 0), trial(8, 0), trial(8, 3), trial(0, 2)
+    assert uncaptured([without, all_captured]) is None
+    assert uncaptured([all_captured, some]) == (
+        False,
+        "CUDA graphs were left out 3 times, 8 captured at least: skipping cudagraphs due to cpu device",
+    )
+    assert uncaptured([none]) == (True, "no CUDA graph was captured: skipping cudagraphs due to cpu device")
 
 
 def test_the_method_of_torch_that_does_it_is_named():
@@ -225,7 +261,7 @@ def test_options_of_a_value_are_told_apart_from_the_commas_of_a_list():
     [
         (("tp", "--config", "single"), 5, "nothing is redistributed with parallelism.tp=1"),
         (("prefetch", "--config", "single"), 5, "parallelism.dp_shard=1"),
-        (("cuda_graphs", "--config", "single"), 5, "this trainer captures no CUDA graph"),
+        (("cuda_graphs", "--config", "single"), 5, "CUDA graphs need CUDA"),
     ],
 )
 def test_the_command_gives_the_verdict_without_a_trial(tmp_path, capsys, words, code, reason):
@@ -239,8 +275,3 @@ def test_the_command_gives_the_verdict_without_a_trial(tmp_path, capsys, words, 
 def test_reserved_bytes_decide_nothing_on_cpus():
     with pytest.raises(UsageError, match="mode cpu has no reserved bytes and peak_reserved_bytes decides"):
         probe.plan(arguments("fsdp.async_unshard", "--config", "tiny", "--mode", "cpu"))
-
-
-def test_force_cannot_run_what_no_arm_sets():
-    with pytest.raises(UsageError, match="--force: no arm of cuda_graphs sets anything"):
-        probe.plan(arguments("cuda_graphs", "--config", "single", "--mode", "cpu", "--force"))

@@ -118,8 +118,11 @@ class Float8:
         return out
 
     def _converted(self, elements: str, scales: str | None) -> list[Storage]:
-        """An operand and its scales. Largest absolute values and scales are smaller than what follows them."""
+        """An operand and its scales. Largest absolute values and scales are smaller than what follows them; a single
+        largest value is kept by selective checkpointing."""
         ops = self.ops
+        if scales is None:
+            ops.kept(lambda: ops.new(OPERANDS, ops.e, "1"))
         found = [] if scales is None else [ops.new(OPERANDS, 4, scales)]
         wide = ops.new(CONVERSION, 4, elements) if ops.e != 4 else None
         scaled = ops.new(CONVERSION, 4, elements)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.float8 import Outcome
+from harness.float8 import LINEARS, Outcome
 from harness.report.finding import Finding
 from harness.text import counted
 
@@ -37,12 +37,14 @@ class Float8:
         """In a line: recipe, layers, kernel."""
         layers, names = counted(sum(self.converted.values()), "linear layer"), ", ".join(self.converted)
         parts = [f"{self.recipe} (torchao {self.torchao}), {layers} converted{f' ({names})' if names else ''}"]
-        parts += [f"{count} left ({name}: {reason})" for (name, reason), count in self.left.items()]
+        if self.left:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left)
+            parts.append(f"{sum(self.left.values()):,} left ({reasons})")
         if self.emulated:
             parts.append("emulated by products in float32")
         elif self.products is not None:
             parts.append(f"_scaled_mm {self.products:,} times in the traces")
-        return "; ".join(parts)
+        return ", ".join(parts)
 
 
 def float8_of(report: Report) -> Float8 | None:
@@ -80,7 +82,7 @@ def float8_findings(report: Report) -> Iterator[Finding]:
     if float8 is None:
         return
     if not float8.converted:
-        reasons = sorted({f"{name}: {reason}" for name, reason in float8.left})
+        reasons = [f"{name}: {reason}" for name, reason in float8.left if name in LINEARS]
         yield Finding(
             severity="high",
             title="Float8 was asked for, and no linear layer is converted",

@@ -51,8 +51,8 @@ Key = tuple[int | None, str, str]
 class Communication:
     """Collectives of one kind in one mesh dimension, a step: predicted and recorded, None where one is unknown.
 
-    `agree`: every rank and recorded step has exactly the predicted count and bytes; None without both. `pipeline_rank`
-    is that of the ranks it is about, None where all ranks are alike.
+    `agree`: every rank and recorded step has exactly the predicted count, and bytes where its trace says them; None
+    without both. `pipeline_rank` is that of the ranks it is about, None where all ranks are alike.
     """
 
     dimension: str
@@ -181,7 +181,9 @@ def communication(prediction: Prediction | None, captures: Sequence[Capture]) ->
         want = predicted.get(key) or nothing
         agree = None
         if prediction and steps:
-            agree = (len(found) == len(steps) if want != (0, 0) else not found) and all(f == want for f in found)
+            agree = (len(found) == len(steps) if want != (0, 0) else not found) and all(
+                count == want[0] and size in (want[1], None) for count, size in found
+            )
         rows.append(
             Communication(
                 pipeline_rank=key[0],

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.compare import Lifetime, Wanted, axis_of, lifetime_of
+from harness.compilation import Compile
 from harness.config import (
     DTYPE_BYTES,
     ActivationCheckpoint,
@@ -50,6 +51,7 @@ class Layout:
     accumulation_steps: int = 1
     dtype: DType = "float32"
     checkpointing: ActivationCheckpoint.Config = field(default_factory=ActivationCheckpoint.Config)
+    compiled: bool = False
     float8: Recipe = "none"
     loss_chunks: int = 1
     reduce_every_micro_batch: bool = True
@@ -63,6 +65,7 @@ class Layout:
         return {"dp_replicate": layout.dp_replicate, **of_context, "tp": layout.tp}
 
 
+COMPILED = Compile.Config(blocks=True, loss=True, backend="aot_eager")
 FULL, SELECTIVE = ActivationCheckpoint.Config(mode="full"), ActivationCheckpoint.Config(mode="selective")
 LAYOUTS = {
     "single": Layout(Parallelism.Config(dp_shard=1)),
@@ -111,6 +114,17 @@ LAYOUTS = {
         reduce_every_micro_batch=False,
     ),
     "tp4_no_sp_async": Layout(Parallelism.Config(dp_shard=1, tp=4, sequence_parallel=False, tp_async=True), "single"),
+    "single_compiled": Layout(Parallelism.Config(dp_shard=1), "single", compiled=True),
+    "fsdp2_tp2_selective_compiled": Layout(
+        Parallelism.Config(dp_shard=2, tp=2), "single", checkpointing=SELECTIVE, compiled=True
+    ),
+    "hsdp2x2_full_every2_chunks2_compiled": Layout(
+        Parallelism.Config(dp_replicate=2, dp_shard=2),
+        "single",
+        checkpointing=ActivationCheckpoint.Config(mode="full", every=2),
+        loss_chunks=2,
+        compiled=True,
+    ),
     "cp2": Layout(Parallelism.Config(dp_shard=1, cp=2), "single"),
     "cp2_fsdp2_ring": Layout(Parallelism.Config(dp_shard=2, cp=2, cp_attention="ring"), "single"),
     "cp2_tp2": Layout(Parallelism.Config(dp_shard=1, cp=2, tp=2), "single"),
@@ -155,6 +169,7 @@ def configuration(name: str) -> Trainer.Config:
         ),
         parallelism=parallelism,
         activation_checkpoint=layout.checkpointing,
+        compile=COMPILED if layout.compiled else Compile.Config(),
         float8=Float8.Config(recipe=layout.float8, emulate=layout.float8 != "none"),
         training=Training.Config(
             device="cpu",
@@ -252,6 +267,18 @@ def test_a_separate_reduce_scatter_group_is_told_apart_and_belongs_to_its_axis(r
     )
     assert scatters["dimension"] == gathers["dimension"]
     assert (scatters["group"], gathers["group"] == scatters["group"]) == ("fsdp_reduce_scatter", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [("single_compiled", 1), ("fsdp2_tp2_selective_compiled", 1), ("hsdp2x2_full_every2_chunks2_compiled", 2)],
+)
+def test_layers_and_loss_were_compiled_once_for_each_kind(recorded, name, graphs):
+    report = recorded(name)
+    found = report.compilation
+    assert (found.layers, found.layer_kinds, found.layer_graphs, found.loss_graphs) == (3, graphs, graphs, 1)
+    assert (found.graph_breaks, found.ran_eagerly, found.captured) == (0, {}, None)
+    assert not [finding.title for finding in report.findings if "compile" in finding.title]
 
 
 def test_a_tied_unit_under_a_loss_in_chunks_is_gathered_three_times_and_reduced_twice(recorded):

@@ -253,7 +253,6 @@ CASES = {
         0,
     ),
     "float8_rowwise_some_uneven": (layout(3, 1, recipe="rowwise", emulate=True, model=UNEVEN), 2),
-    "float8_rowwise_gw_tp2": (layout(2, 2, recipe="rowwise_with_gw_hp", emulate=True), 0),
     "float8_rowwise_gw_pp2_cp2": (layout(1, 1, pp=2, cp=2, recipe="rowwise_with_gw_hp", emulate=True), 1),
     # The products that GPUs make, which torch's CPU has too.
     "float8_kernels_tensorwise_tp2": (layout(2, 2, recipe="tensorwise"), 0),

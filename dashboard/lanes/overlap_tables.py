@@ -111,3 +111,21 @@ def worst(rows: Sequence[Row], on_select: Callable[[], None]) -> None:
         on_select=on_select,
         selection_mode="single-row",
     )
+
+
+def life(rows: Sequence[Row]) -> None:
+    headers = {
+        "start_ns": "from",
+        "dur_ns": "time",
+        "phase": "phase",
+        "what": "what",
+        "bytes": "bytes",
+        "source": "source",
+        "dtype": "dtype",
+        "dimension": "dimension",
+        "exposed_ns": "exposed",
+        "wait_ns": "waiting",
+        "last_rank": "for rank",
+    }
+    timed = [row | {"dur_ns": row["end_ns"] - row["start_ns"]} for row in rows]
+    tables.show(timed, headers, words="The states of a unit's parameters, with times and bytes")

@@ -270,6 +270,7 @@ def figures(run: Run, choice: Choice, shown: Sequence[Shown], axis: Axis) -> Non
         "Steps": lambda: steps(choice, entries),
         "Waiting": lambda: overlap_tables.waiting(overlap["cross_rank"], choice.dimensions),
         "Most exposed": lambda: most_exposed(choice, shown, axis),
+        "Life of a unit": lambda: life(run),
     }
     for tab, draw in zip(st.tabs(list(contents), key="tab", bind="query-params"), contents.values(), strict=True):
         if tab.open:
@@ -327,3 +328,17 @@ def most_exposed(choice: Choice, shown: Sequence[Shown], axis: Axis) -> None:
 
     st.caption("Select a row to see it in the timeline; it begins at the time of the timeline's axis.")
     overlap_tables.worst(rows, on_select=jump)
+
+
+def life(run: Run) -> None:
+    """The states of one FSDP unit in the last traced step, as `meshscope report` has them."""
+    found = state.extract("report").values["lifetime"]
+    if found is None:
+        st.caption("No whole traced step has FSDP:: ranges.")
+        return
+    whose = f"{found['unit']}, step {found['step']}, {charts.rank_name(found)}, {found['source']} time"
+    st.caption(f"{states.escaped(whose)}. Times from the step's first event; another unit, and a picture:")
+    commands.show([f"meshscope report {shlex.quote(str(run.path))} --unit NAME --html report.html"])
+    overlap_tables.life(found["rows"])
+    if found["notes"]:
+        st.markdown("\n".join(f"- {states.escaped(note)}" for note in found["notes"]))

@@ -14,6 +14,7 @@ from dashboard.discover import run_at
 from dashboard.lanes import overlap_figures, payload
 from dashboard.lanes.source import head_of, moments_of, shown_of
 from dashboard.lanes.view import Axis, parsed
+from harness.report import build
 from harness.sources import find_sources
 from harness.trace import analyse
 
@@ -202,3 +203,11 @@ def test_an_analysis_that_fails_says_so_to_all_who_wait(tmp_path, monkeypatch):
     _, under_way = data.preparation(tmp_path, run_at(tmp_path, "runs"))
     assert under_way.done.wait(30)
     assert "ended with 1" in under_way.error
+
+
+def test_the_life_of_a_unit_is_that_of_the_report(opened):
+    rows = build(RECORDED / RUN).to_json()["lifetime"]["rows"]
+    table = table_with(opened(tab="Life of a unit"), "start_ns", "what")
+    assert table["start_ns"].tolist() == [row["start_ns"] for row in rows]
+    assert table["bytes"].dropna().tolist() == [row["bytes"] for row in rows if row["bytes"] is not None]
+    assert table["dur_ns"].tolist() == [row["end_ns"] - row["start_ns"] for row in rows]

@@ -127,5 +127,9 @@ def life(rows: Sequence[Row]) -> None:
         "wait_ns": "waiting",
         "last_rank": "for rank",
     }
-    timed = [row | {"dur_ns": row["end_ns"] - row["start_ns"]} for row in rows]
+    timed = [
+        row
+        | {"dur_ns": row["end_ns"] - row["start_ns"], "what": "computes" if row["kind"] == "compute" else row["what"]}
+        for row in rows
+    ]
     tables.show(timed, headers, words="The states of a unit's parameters, with times and bytes")

@@ -270,14 +270,15 @@ def figures(run: Run, choice: Choice, shown: Sequence[Shown], axis: Axis) -> Non
         "Steps": lambda: steps(choice, entries),
         "Waiting": lambda: overlap_tables.waiting(overlap["cross_rank"], choice.dimensions),
         "Most exposed": lambda: most_exposed(choice, shown, axis),
-        "Life of a unit": lambda: life(run),
+        "Life of a unit": life,
     }
     for tab, draw in zip(st.tabs(list(contents), key="tab", bind="query-params"), contents.values(), strict=True):
         if tab.open:
             with tab:
                 draw()
     path = shlex.quote(str(run.path))
-    commands.show([f"meshscope overlap {path} --by {level}" for level in ("dimension", "collective", "step", "unit")])
+    levels = [f"meshscope overlap {path} --by {level}" for level in ("dimension", "collective", "step", "unit")]
+    commands.show([*levels, f"meshscope report {path} --unit NAME --html report.html"])
 
 
 def notes(choice: Choice, entries: Sequence[dict[str, Any]], overlap: dict[str, Any]) -> None:
@@ -330,15 +331,14 @@ def most_exposed(choice: Choice, shown: Sequence[Shown], axis: Axis) -> None:
     overlap_tables.worst(rows, on_select=jump)
 
 
-def life(run: Run) -> None:
+def life() -> None:
     """The states of one FSDP unit in the last traced step, as `meshscope report` has them."""
     found = state.extract("report").values["lifetime"]
     if found is None:
         st.caption("No whole traced step has FSDP:: ranges.")
         return
     whose = f"{found['unit']}, step {found['step']}, {charts.rank_name(found)}, {found['source']} time"
-    st.caption(f"{states.escaped(whose)}. Times from the step's first event; another unit, and a picture:")
-    commands.show([f"meshscope report {shlex.quote(str(run.path))} --unit NAME --html report.html"])
+    st.caption(f"{states.escaped(whose)}, from the step's first event; meshscope report draws it, and any other unit.")
     overlap_tables.life(found["rows"])
     if found["notes"]:
         st.markdown("\n".join(f"- {states.escaped(note)}" for note in found["notes"]))

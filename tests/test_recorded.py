@@ -15,7 +15,7 @@ from harness.report import build
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "runs" / "recorded"
 PEAKS = ("allocated", "active")
-LIMIT_BYTES = 15 * 2**20
+LIMIT_BYTES = 10_000_000
 NAMES = sorted(path.parent.name for path in RECORDED.glob("*/manifest.json"))
 
 
@@ -49,6 +49,26 @@ def test_what_record_stream_does():
     (stacking,) = [finding for finding in recorded.findings if "stacks up" in finding.title]
     assert all(site in stacking.where for site in (":all_gather", ":multiply", ":reduce_scatter"))
     assert not any("stacks up" in finding.title for finding in held.findings)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("h200x2_1b_")])
+def test_two_gpus_did_what_the_ledger_says(name):
+    report = build(RECORDED / name)
+    ranks = report.prediction.ranks
+    assert [rank.rank for rank in ranks] == [0, 1]
+    assert all(abs(rank.error_pct) < 0.02 for rank in ranks)
+    assert report.communication
+    assert all(row.agree for row in report.communication)
+
+
+def test_why_the_ranks_of_the_pipeline_are_idle():
+    report = build(RECORDED / "h200x2_1b_pp2")
+    (idle,) = [finding for finding in report.findings if finding.title.startswith("Pipeline ranks are idle")]
+    parts = [idle.evidence[name] for name in ("schedule_bubble_pct", "unequal_stages_pct", "waiting_pct")]
+    assert sum(parts) == pytest.approx(idle.evidence["measured_bubble_pct"])
+    assert parts[0] == pytest.approx(100 * (1 - 8 * 3 / 27))  # (p - 1)·(F + B) of (m + p - 1)·(F + B)
+    assert parts[1] > 10 > 1 > abs(parts[2])
+    assert "stage 1 takes" in idle.advice
 
 
 def test_all_of_it_is_small():

@@ -96,7 +96,9 @@ def choose(bar: DeltaGenerator, pipeline: Row) -> Choice:
 def bubbles(pipeline: Row, choice: Choice) -> None:
     """Planned beside measured, a row for each rank, or for each pipeline rank that no trace is of."""
     planned = {rank["pipeline_rank"]: rank["bubble_pct"] for rank in pipeline["planned"]["ranks"]}
-    expected = {rank["pipeline_rank"]: rank["bubble_pct"] for rank in pipeline["expected"]["ranks"]}
+    even, expected = (
+        {rank["pipeline_rank"]: rank["bubble_pct"] for rank in pipeline[name]["ranks"]} for name in ("even", "expected")
+    )
     measured = [rank for one in choice.measured for rank in one["ranks"]]
     traced = {rank["pipeline_rank"] for rank in measured}
     shown = sorted((rank for rank in measured if choice.shows(rank)), key=lambda rank: rank["rank"])
@@ -106,6 +108,7 @@ def bubbles(pipeline: Row, choice: Choice) -> None:
         rank
         | {
             "planned_bubble_pct": planned.get(rank["pipeline_rank"]),
+            "even_bubble_pct": even.get(rank["pipeline_rank"]),
             "expected_bubble_pct": expected.get(rank["pipeline_rank"]),
             "stages": pipeline["modules"][rank["pipeline_rank"]] if pipeline["modules"] else None,
         }
@@ -115,8 +118,11 @@ def bubbles(pipeline: Row, choice: Choice) -> None:
         "rank": "rank",
         "pipeline_rank": "pp rank",
         "planned_bubble_pct": st.column_config.Column("planned", help="a backward takes as long as two forwards"),
-        "expected_bubble_pct": st.column_config.Column(
+        "even_bubble_pct": st.column_config.Column(
             "at measured costs", help="planned, every action taking the median measured of its kind"
+        ),
+        "expected_bubble_pct": st.column_config.Column(
+            "of each stage", help="planned, every action taking the median of its kind in its own stage"
         ),
         "bubble_pct": "measured",
         "busy_ns": "busy",
@@ -143,10 +149,8 @@ def planned_grid(pipeline: Row, choice: Choice) -> None:
     rows = schedule.rows(timeline, unit, pipeline["stages"])
     drawn = {rank["pipeline_rank"] for rank in shown}
     length = common_length(pipeline, choice) if unit else timeline[0]["span"]
-    st.caption(
-        "Every action as early as its inputs allow; "
-        + ("each takes the median measured of its kind." if unit else "a backward takes as long as two forwards.")
-    )
+    takes = "each takes the median of its kind in its stage." if unit else "a backward takes as long as two forwards."
+    st.caption(f"Every action as early as its inputs allow; {takes}")
     words = f"Planned schedule: {said(shown)}"
     grid([row for row in rows if row["pipeline_rank"] in drawn], unit, length, words)
 

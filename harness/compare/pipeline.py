@@ -30,12 +30,15 @@ class MeasuredSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """`plan` is None for traces of another trainer. `costs_ns` are the median measured durations of each kind, with
-    which `expected` is planned: what the bubble would be if every action took its median and transfers nothing."""
+    """`plan` is None for traces of another trainer. `costs_ns` are the median measured durations of each kind,
+    `stage_costs_ns` those of each stage and kind. `even` is planned with the former: the bubble of the schedule alone;
+    `expected` with the latter: what unequal stages add. Both let transfers take no time."""
 
     plan: Plan | None
     planned: Timeline
     costs_ns: Mapping[str, int]
+    stage_costs_ns: Mapping[tuple[int, str], int]
+    even: Timeline
     expected: Timeline
     measured: Sequence[MeasuredSchedule]
     passes: int
@@ -55,6 +58,10 @@ class Pipeline:
             else [],
             "planned": {"costs": UNIT_COSTS, "ranks": _ranks(self.planned, "pipeline_rank", "")},
             "costs_ns": dict(self.costs_ns),
+            "stage_costs_ns": [
+                {"stage": stage, "kind": kind, "ns": cost} for (stage, kind), cost in self.stage_costs_ns.items()
+            ],
+            "even": {"ranks": _ranks(self.even, "pipeline_rank", "_ns")},
             "expected": {"ranks": _ranks(self.expected, "pipeline_rank", "_ns")},
             "measured": [
                 {"step": one.step, "source": one.source, "ranks": _measured_ranks(one)} for one in self.measured
@@ -69,13 +76,15 @@ def pipeline_of(config: Trainer.Config | None, captures: Sequence[Capture]) -> P
     measured = _measured(whole, config, captures)
     if whole is None and not measured:
         return None
-    costs = _costs(measured)
+    costs, stage_costs = _costs(measured)
     known = whole is not None and all(a.kind in costs for row in whole.computation for p in row for a in p.steps)
     return Pipeline(
         plan=whole,
         planned=planned(whole) if whole else {},
         costs_ns=costs,
-        expected=planned(whole, costs) if whole and known else {},
+        stage_costs_ns=stage_costs,
+        even=planned(whole, costs) if whole and known else {},
+        expected=planned(whole, costs, stage_costs=stage_costs) if whole and known else {},
         measured=measured,
         passes=config.training.accumulation_steps if config else 1,
     )
@@ -101,13 +110,19 @@ def _measured(whole: Plan | None, config: Trainer.Config | None, captures: Seque
     ]
 
 
-def _costs(measured: Sequence[MeasuredSchedule]) -> dict[str, int]:
-    durations: dict[str, list[int]] = {}
+def _costs(measured: Sequence[MeasuredSchedule]) -> tuple[dict[str, int], dict[tuple[int, str], int]]:
+    """Medians of each kind, and of each stage and kind."""
+    kinds: dict[str, list[int]] = {}
+    stages: dict[tuple[int, str], list[int]] = {}
     for one in measured:
         for row in one.timeline.values():
             for action, start, end in row:
-                durations.setdefault(action.kind, []).append(end - start)
-    return {kind: int(median(values)) for kind, values in sorted(durations.items())}
+                kinds.setdefault(action.kind, []).append(end - start)
+                stages.setdefault((action.stage, action.kind), []).append(end - start)
+    return (
+        {kind: int(median(values)) for kind, values in sorted(kinds.items())},
+        {key: int(median(values)) for key, values in sorted(stages.items())},
+    )
 
 
 def _measured_ranks(one: MeasuredSchedule) -> list[dict[str, Any]]:

@@ -37,13 +37,20 @@ Timeline = dict[int, list[Span]]
 """Computations of each pipeline rank in order of their starts."""
 
 
-def planned(plan: Plan, costs: Mapping[str, int] = UNIT_COSTS, *, transfer: int = 0) -> Timeline:
+def planned(
+    plan: Plan,
+    costs: Mapping[str, int] = UNIT_COSTS,
+    *,
+    stage_costs: Mapping[tuple[int, str], int] | None = None,
+    transfer: int = 0,
+) -> Timeline:
     """Every computation as early as its rank's order and its inputs allow.
 
-    `costs`: of F, B, I and W, one unit for all. Where B takes as long as I and W together, splitting it changes the
-    order alone. `transfer`: what a tensor takes from one rank to another; it occupies neither. The parts of an
-    overlapped action follow one another.
+    `costs`: of F, B, I and W, one unit for all; `stage_costs`: the same of single stages and kinds, instead. Where B
+    takes as long as I and W together, splitting it changes the order alone. `transfer`: what a tensor takes from one
+    rank to another; it occupies neither. The parts of an overlapped action follow one another.
     """
+    own = stage_costs or {}
     ends: dict[Action, int] = {}
     found: Timeline = {rank: [] for rank in range(plan.ranks)}
     free = [0] * plan.ranks
@@ -59,7 +66,7 @@ def planned(plan: Plan, costs: Mapping[str, int] = UNIT_COSTS, *, transfer: int 
                 if ready is None:
                     break
                 start = max(free[rank], ready)
-                free[rank] = ends[action] = start + costs[action.kind]
+                free[rank] = ends[action] = start + own.get((action.stage, action.kind), costs[action.kind])
                 found[rank].append(Span(action, start, free[rank]))
                 at[rank] += 1
                 moved = True

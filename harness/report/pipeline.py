@@ -45,19 +45,20 @@ def plan_text(plan: Plan, passes: int) -> Iterator[str]:
 
 
 def render(pipeline: Pipeline) -> Iterator[str]:
-    """Bubbles planned, with the measured costs, and measured; then grids of the plan and of the last traced step."""
+    """Bubbles planned, with the measured costs of all stages and of each, and measured; then grids of the plan and of
+    the last traced step."""
     plan = pipeline.plan
     if not pipeline.measured:
         yield from plan_text(plan, pipeline.passes) if plan is not None else ()
         return
     if plan is not None:
         yield f"Pipeline, {describe(plan, pipeline.passes)}"
-        expected = {b.rank: b.pct for b in bubbles(pipeline.expected)}
+        even, expected = ({b.rank: b.pct for b in bubbles(line)} for line in (pipeline.even, pipeline.expected))
         rows = [
-            [str(b.rank), percent(b.pct), percent(expected.get(b.rank)), f" {modules(plan, b.rank)}"]
+            [str(b.rank), *map(percent, (b.pct, even.get(b.rank), expected.get(b.rank))), f" {modules(plan, b.rank)}"]
             for b in bubbles(pipeline.planned)
         ]
-        headers = ["pp rank", "planned bubble", "at measured costs", " stages"]
+        headers = ["pp rank", "planned bubble", "at measured costs", "of each stage", " stages"]
         yield from table(headers, rows, last_left=True)
     else:
         yield "Pipeline, as traced"

@@ -121,3 +121,17 @@ def test_a_transfer_delays_and_keeps_nobody_busy():
     here, there = (bubbles(planned(of("1F1B", 2, 4), transfer=cost)) for cost in (0, 10))
     assert [b.busy for b in here] == [b.busy for b in there]
     assert there[0].span > here[0].span
+
+
+def test_a_stage_that_costs_more_makes_the_others_wait():
+    """Two stages, the second twice as dear: the first computes half of the time that the second does."""
+    plan = of("1F1B", 2, 8)
+    costs = {"F": 10, "B": 20}
+    dear = {(1, "F"): 20, (1, "B"): 40}
+
+    timeline = planned(plan, costs, stage_costs=dear)
+
+    first, second = bubbles(timeline)
+    assert (first.busy, second.busy) == (8 * 30, 8 * 60)
+    assert first.span == second.span == 10 + 8 * 60 + 20  # only the first forward and the last backward stand alone
+    assert bubbles(planned(plan, costs, stage_costs={})) == bubbles(planned(plan, costs))

@@ -109,6 +109,16 @@ class _Gather:
     communicates: bool
 
 
+class _Reduction(NamedTuple):
+    """`copied_in`: when gradients were cast and copied together; `scattered`: when the reduce-scatter had read them;
+    `ready`: when the shards were there, under HSDP after the all-reduce."""
+
+    copied_in: Span
+    scattered: int
+    ready: int
+    streams: tuple[int, ...]
+
+
 def units_of(capture: Capture) -> list[str]:
     """The FSDP units of a trace, in order of their first range."""
     names = (one.unit for one in capture.ranges if one.name.startswith("FSDP::"))
@@ -244,32 +254,25 @@ class _Reader:
         limits = self.limits(closes)
         whole_since = reduced_at = None
         for close, limit in zip(closes, limits, strict=True):
-            opened = [one for one in self.named("pre_backward") if before < one.start < close.start]
-            ran = any(before < one.start < close.start for one in self.named(*OPENS))
-            reduces = [one for one in self.named("post_backward_reduce") if close.start <= one.start < limit]
+            begin = self.first_gradient(before, close)
             before = close.start
-            begin = self.first_gradient(opened[-1].end if opened else self.backward_of(close), close)
-            if begin is None:
+            reduction = self.reduction(close.start, limit)
+            if reduction is None:
+                if begin is not None:
+                    end = max(begin, self.kept(close.start, limit) or begin)
+                    found.append(State(name="unsharded gradients", span=Span(begin, end), phase="backward"))
+                    whole_since = end if whole_since is None else whole_since
                 continue
-            if not reduces:
-                kept = [one for one in self.named("post_backward_reshard") if close.start <= one.start < limit]
-                cast = self.worked(kept[0]) if kept else None
-                end = max(begin, cast.end if cast else begin)
-                found.append(State(name="unsharded gradients", span=Span(begin, end), phase="backward"))
-                whole_since = end if whole_since is None else whole_since
-                continue
-            copied_in, done = self.reduction(reduces[0], begin)
-            if ran or whole_since is None:  # else a pipeline reduces what earlier passes left
-                found.append(State(name="unsharded gradients", span=Span(begin, copied_in.end), phase="backward"))
+            if begin is not None:
+                span = Span(begin, max(begin, reduction.copied_in.end))
+                found.append(State(name="unsharded gradients", span=span, phase="backward"))
             if whole_since is not None:
-                found.append(self.accumulated(Span(whole_since, copied_in.end)))
+                found.append(self.accumulated(Span(whole_since, max(whole_since, reduction.copied_in.end))))
                 whole_since = None
-            scattered = self.bounds(self.sent(reduces[0], "reduce_scatter"))
-            until = scattered.end if scattered else copied_in.end
-            streams = self.streams(self.wrote(reduces[0]))
-            span = Span(copied_in.start, max(copied_in.end, until))
+            span = Span(reduction.copied_in.start, reduction.scattered)
+            streams = reduction.streams
             found.append(State(name="reduce-scatter input", span=span, phase="backward", streams=streams))
-            reduced_at = done if reduced_at is None else reduced_at
+            reduced_at = reduction.ready if reduced_at is None else reduced_at
         if whole_since is not None:
             found.append(self.accumulated(Span(whole_since, self.span.end)))
         if reduced_at is not None:
@@ -277,31 +280,49 @@ class _Reader:
             found.append(State(name="gradient shards", span=span, phase="backward"))
         return found
 
-    def reduction(self, reduce: HostRange, begin: int) -> tuple[Span, int]:
-        """When gradients were copied (and cast) together, and when the shards were ready."""
-        sent = self.bounds(self.sent(reduce))
+    def reduction(self, since: int, until: int) -> _Reduction | None:
+        """That of the gradients which a post-backward in [since, until) of the host's time found."""
+        reduce = next((one for one in self.named("post_backward_reduce") if since <= one.start < until), None)
+        wrote = self.worked(reduce) if reduce else None
+        sent = self.bounds(self.sent(reduce)) if reduce else None
+        if reduce is None or (wrote is None and sent is None):
+            return None
         if self.on_host:
-            return Span(max(begin, reduce.start), max(begin, sent.start if sent else reduce.end)), reduce.end
-        wrote = self.wrote(reduce)
-        before = self.bounds(wrote & (self.activity.start < sent.start) if sent else wrote)
-        copied_in = before or (Span(sent.start, sent.start) if sent else Span(begin, begin))
-        whole = [span.end for span in (self.bounds(wrote), sent) if span]
-        return Span(max(begin, copied_in.start), max(begin, copied_in.end)), max([copied_in.end, *whole])
+            copied_in = Span(reduce.start, sent.start if sent else reduce.end)
+        else:
+            first = sent.start if sent else self.span.end
+            copied_in = self.bounds(self.wrote(reduce) & (self.activity.start < first)) or Span(first, first)
+        scattered = self.bounds(self.sent(reduce, "reduce_scatter"))
+        return _Reduction(
+            copied_in=copied_in,
+            scattered=max(copied_in.end, scattered.end if scattered else 0),
+            ready=max(span.end for span in (copied_in, wrote, sent) if span),
+            streams=self.streams(self.wrote(reduce)),
+        )
+
+    def kept(self, since: int, until: int) -> int | None:
+        """When gradients that are not reduced were cast to be added up."""
+        reshard = next((one for one in self.named("post_backward_reshard") if since <= one.start < until), None)
+        cast = self.worked(reshard) if reshard else None
+        return cast.end if cast else None
 
     def accumulated(self, span: Span) -> State:
         return State(name="accumulated gradients", span=span, phase="backward")
 
-    def backward_of(self, close: HostRange) -> int:
-        """Of a unit that ran in part (the head under a loss in chunks), which has no pre-backward."""
-        named = [one.start for one in self.ranges if one.name == "backward" and one.start <= close.start < one.end]
-        return named[-1] if named else close.start
-
-    def first_gradient(self, since: int, close: HostRange) -> int | None:
+    def first_gradient(self, before: int, close: HostRange) -> int | None:
+        """When the backward began that a post-backward ends, and that came after `before`; None if none did: a
+        pipeline reduces what earlier ones left."""
+        opened = [one for one in self.named(*OPENS) if before < one.start < close.start]
+        if not opened:
+            return None
+        since = opened[-1].end
+        if opened[-1].operation != "pre_backward":  # a unit that ran in part: the head under a loss in chunks
+            named = [one.start for one in self.ranges if one.name == "backward" and one.start <= close.start < one.end]
+            since = named[-1] if named else close.start
         if self.on_host:
             return since
         found = self.bounds(self.launched(since, close.start, COMPUTE, thread=close.thread))
-        if found is None:
-            found = self.bounds(self.wrote(close))
+        found = found or self.bounds(self.wrote(close))
         return found.start if found else None
 
     def sent(self, one: HostRange, kind: str | None = None) -> Mask:

@@ -150,6 +150,24 @@ def test_who_waits(tmp_path):
     assert second.wait_ns == 0
 
 
+def test_a_reduction_that_a_pipeline_leaves_for_later_reduces_what_was_added_up(tmp_path):
+    """The backward adds up, cast within its reshard range; a post-backward of its own reduces, right at its start."""
+    ranges = {name: times for name, times in RANGES.items() if "reduce" not in name}
+    ranges |= {
+        "FSDP::post_backward_accumulate (layers.1) ": (380, 2),
+        "FSDP::post_backward_reshard (layers.1) ": (383, 2),
+        "FSDP::post_backward_reduce (layers.1)": (386, 10),
+    }
+    launched = [(at + 40 if at in (347, 348) else at, *rest) for at, *rest in LAUNCHED]
+    path = write(tmp_path / "rank0_trace.json", events(ranges, [*launched, (344, "to_float", 7, 3200, 5)]))
+    found = life(path, unit="layers.1")
+    assert spans(found, "unsharded gradients") == [(3020, 3205)]
+    assert spans(found, "accumulated gradients") == [(3205, 3220)]
+    assert spans(found, "reduce-scatter input") == [(3200, 3300)]
+    assert spans(found, "gradient shards") == [(3300, 4100)]
+    assert [row.what for row in found.of_kind("communication")] == ["all_gather", "all_gather", "reduce_scatter"]
+
+
 @pytest.mark.parametrize("missing", list(RANGES))
 def test_a_trace_that_lacks_any_range_is_read_all_the_same(tmp_path, missing):
     ranges = {name: times for name, times in RANGES.items() if name != missing}

@@ -150,7 +150,7 @@ class Study:
         for arms in probe.choices:
             least = least_pairs(len(arms), probe.metric)
             pairs = int(0.9 * min(self.left_s(), self.step_limit_s) / (trial_s * len(arms)))
-            if pairs >= least:
+            if pairs >= least or probe.known_ahead:
                 words = ["probe", probe.knob, *self.recipe(probe.layout, probe.model), *self.in_mode()]
                 words += [
                     "--arms",
@@ -160,7 +160,12 @@ class Study:
                     "--training.steps",
                     str(self.trial_steps),
                 ]
-                words += ["--repeats", str(least if probe.metric else min(pairs, DEFAULT_PAIRS)), "--out", str(folder)]
+                words += [
+                    "--repeats",
+                    str(least if probe.metric else max(least, min(pairs, DEFAULT_PAIRS))),
+                    "--out",
+                    str(folder),
+                ]
                 words += ["--metric", probe.metric] if probe.metric else []
                 words += ["--html", f"{folder}.html", "--json", *([] if probe.model else self.overrides)]
                 self.do(name, words, into=Path(f"{folder}.json"))

@@ -71,7 +71,7 @@ def probes_of(layouts: Sequence[Layout], on_cpu: bool) -> list[Probe]:
     found = [
         Probe("max_connections", sharded, connections),
         Probe("record_streams", sharded, [["references", "record_stream"]], model=COLLECTIVES),
-        Probe("record_streams", sharded, [["unset", "0", "1"]], metric="peak_active_bytes"),
+        Probe("record_streams", sharded, [["unset", "0", "1"]], known_ahead=True),
         Probe("fsdp.reduce_scatter_group", sharded, [["shared", "separate"]]),
         Probe("fsdp.reshard", sharded, [["default", "never"]]),
         Probe("alloc_conf.expandable_segments", sharded, [["unset", "True"]], metric="peak_reserved_bytes"),

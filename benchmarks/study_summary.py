@@ -35,13 +35,14 @@ class Layout:
 @dataclass(frozen=True)
 class Probe:
     """A knob on a layout. `choices` are arms, the first that the budget allows is taken; `metric` replaces the knob's
-    own, `model` the study's."""
+    own, `model` the study's. `known_ahead`: a build that ignores the setting says so, and no trial is needed."""
 
     knob: str
     layout: Layout
     choices: list[list[str]]
     metric: str | None = None
     model: tuple[str, ...] = ()
+    known_ahead: bool = False
 
     @property
     def folder(self) -> str:

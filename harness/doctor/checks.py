@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness import __version__
+from harness.compilation import compiler
 from harness.doctor import gpu_checks, shared_gpu
 from harness.doctor.facts import Facts, TorchFacts, gather
 from harness.doctor.findings import Check, Device, ModeState, Report
@@ -265,7 +266,7 @@ def _settings(variables: list[Variable], environment: Mapping[str, str]) -> list
 
 
 def _optional() -> list[Check]:
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    found = compiler()
     torchao = importlib.metadata.version("torchao") if _installed("torchao") else None
     return [
         Check(
@@ -278,8 +279,8 @@ def _optional() -> list[Check]:
         Check(
             group="optional",
             name="C++ compiler",
-            state="ok" if compiler else "optional",
-            value=compiler or "none: a training loop that uses torch.compile needs one",
-            fix=None if compiler else "apt-get install g++",
+            state="ok" if found else "optional",
+            value=found or "none: torch.compile with inductor (compile.blocks, compile.loss) needs one on CPUs",
+            fix=None if found else "apt-get install g++",
         ),
     ]

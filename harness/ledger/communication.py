@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from harness.config import DTYPE_BYTES, Trainer
 from harness.float8 import conversion, local_shape
 from harness.ledger.float8 import all_reduced
-from harness.ledger.layout import checkpointed_layers, copies_of_unit, unit_parameters
+from harness.ledger.layout import checkpointed_layers, copies_of_unit, unit_parameters, within_a_budget
 from harness.pipeline.actions import Action, each_step
 from harness.pipeline.lowering import sends_and_receives
 from harness.pipeline.plan import Plan, plan
@@ -264,9 +264,11 @@ def _tensor_parallel(config: Trainer.Config, held: Sequence[Held]) -> Iterator[C
     size = micro_batches * sum(4 * len(part.layers) + part.embedding + part.head for part in parts) * activation
     # Both regions, entered and left.
     again = micro_batches * 2 * sum(i in checkpointed_layers(config) for part in parts for i in part.layers)
-    keeps_scattered = config.activation_checkpoint.mode in ("selective", "memory_budget")
+    budgeted = within_a_budget(config)
+    keeps_scattered = config.activation_checkpoint.mode == "selective"
     # A compiled layer computes again what backward needs, and that is not what leaves its last region.
     left = again // 2 if config.compile.blocks else again
+    again, left = (0, 0) if budgeted else (again, left)
     if config.parallelism.sequence_parallel:
         # A region is entered by a gather and left by a scatter; backward mirrors it.
         yield Collective("tp", "all_gather", "activations", edges, size)

@@ -78,6 +78,13 @@ def checkpointed_layers(config: Trainer.Config) -> range:
     return range(0) if keeps_all else range(checkpointing.every - 1, layers, checkpointing.every)
 
 
+def within_a_budget(config: Trainer.Config) -> bool:
+    """torch.compile chooses what layers keep, and that includes what they gather and reduce over tp,
+    however small the budget."""
+    checkpointing = config.activation_checkpoint
+    return checkpointing.mode == "memory_budget" and 0 < checkpointing.memory_budget < 1
+
+
 MEANINGS = {
     "T": "tokens of a rank and forward, B·S",
     "B": "sequences of a rank and forward",

@@ -47,10 +47,12 @@ class Operators:
     def gradient(self, coefficient: int, monomial: str, *, is_view: bool = False) -> Gradient:
         return Gradient(self.new(ACTIVATION_GRADIENTS, coefficient, monomial), is_view)
 
-    def kept(self, compute: Callable[[], Result], *, is_product: bool = False) -> Result:
+    def kept(self, compute: Callable[[], Result], *, is_product: bool = False, always: bool = False) -> Result:
         """What an operator returns whose result selective checkpointing keeps, where this is such a region."""
         frame = self.graph.frame
-        return compute() if frame is None or self.is_last_part else frame.kept(compute, is_product=is_product)
+        if frame is None or self.is_last_part:
+            return compute()
+        return frame.kept(compute, is_product=is_product, always=always)
 
     def cublas(self, thread: str) -> None:
         if self.target == "cuda" and thread not in self.handles:

@@ -86,11 +86,11 @@ class Frame:
     def computes_again(self) -> bool:
         return self._again is not None
 
-    def kept(self, compute: Callable[[], Result], *, is_product: bool = False) -> Result:
+    def kept(self, compute: Callable[[], Result], *, is_product: bool = False, always: bool = False) -> Result:
         """The result of an operator that is kept, if this one is."""
         if is_product:
             self._products += 1
-        if not self._keeps(self._products, is_product):
+        if not always and not self._keeps(self._products, is_product):
             return compute()
         if self._again is not None:
             result: Result = self._kept.popleft()

@@ -24,7 +24,7 @@ from harness.ledger.compiled import (
 from harness.ledger.context_parallel import ContextParallel
 from harness.ledger.float8 import Float8
 from harness.ledger.fully_sharded import Sharding, Unit, after, before
-from harness.ledger.layout import checkpointed_layers, quantities, unit_parameters
+from harness.ledger.layout import checkpointed_layers, quantities, unit_parameters, within_a_budget
 from harness.ledger.loss import VocabParallelLoss, cross_entropy, vocab_parallel_cross_entropy
 from harness.ledger.operators import LOGITS, Operators, Target
 from harness.ledger.recompute import Keeps, checkpointed, keeps_every_other, keeps_nothing
@@ -90,7 +90,11 @@ class Step:
         self.converted = conversion(config).converted
         self.compiled = CompiledOperators(self.ops) if config.compile.blocks else None
         self.argument: Tensor | None = None
-        self.plan = Redistribution(self.ops, sequence_parallel=config.parallelism.sequence_parallel)
+        self.plan = Redistribution(
+            self.ops,
+            sequence_parallel=config.parallelism.sequence_parallel,
+            keeps_received=within_a_budget(config),
+        )
         self.sharding = Sharding(
             self.tape,
             self.quantities,

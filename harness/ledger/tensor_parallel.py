@@ -16,10 +16,11 @@ GATHERED = "activations: gathered over tp"
 
 
 class Redistribution:
-    """`sequence_parallel`: what lies between the regions is sharded over the sequence, else replicated."""
+    """`sequence_parallel`: what lies between the regions is sharded over the sequence, else replicated.
+    `keeps_received`: a layer that is computed again keeps what it gathers and reduces."""
 
-    def __init__(self, ops: Operators, *, sequence_parallel: bool) -> None:
-        self.ops, self.sequence_parallel = ops, sequence_parallel
+    def __init__(self, ops: Operators, *, sequence_parallel: bool, keeps_received: bool = False) -> None:
+        self.ops, self.sequence_parallel, self.keeps_received = ops, sequence_parallel, keeps_received
         self.active = ops.quantities.values["t"] > 1
         self.copies_gathered = ops.quantities.values["B"] > 1
 
@@ -39,7 +40,7 @@ class Redistribution:
             return x
         if not self.sequence_parallel:
             return self._through(x, x.storage, lambda: self._all_reduce(ACTIVATION_GRADIENTS, per))
-        gathered = self._all_gather(GATHERED, per)
+        gathered = self._kept(lambda: self._all_gather(GATHERED, per))
         return self._through(x, gathered, lambda: self._reduce_scatter(ACTIVATION_GRADIENTS, per))
 
     def leave(self, category: str, partial: Tensor) -> Tensor:
@@ -47,13 +48,16 @@ class Redistribution:
         if not self.active:
             return partial
         if not self.sequence_parallel:
-            reduced = self._all_reduce(category)
+            reduced = self._kept(lambda: self._all_reduce(category))
             return Tensor(reduced, self.ops.graph.record([partial], lambda gradient: [gradient], saves=False))
         return self._through(partial, self._reduce_scatter(category), lambda: self._all_gather(ACTIVATION_GRADIENTS))
 
     def _through(self, x: Tensor, out: Storage, backward: Callable[[], Storage]) -> Tensor:
         node = self.ops.graph.record([x], lambda gradient: [Gradient(backward(), is_view=True)], saves=False)
         return Tensor(out, node)
+
+    def _kept(self, compute: Callable[[], Storage]) -> Storage:
+        return self.ops.kept(compute, always=True) if self.keeps_received else compute()
 
     def _all_gather(self, category: str, per: str = "") -> Storage:
         received = self.ops.new(category, self.ops.e, f"T·d{per}")

@@ -47,6 +47,9 @@ class Compiled:
             dynamo.counters.clear()
             dynamo.clear_compilation_metrics()
             functorch_config.activation_memory_budget = self._budget
+            # Since torch 2.13 a mesh is an input of tensor-parallel graphs, whose size a budget asks for: it has none.
+            if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+                functorch_config.unsafe_treat_script_objects_as_zero_size = True
             if self._wanted.cuda_graphs:
                 self._graph_log.listen()
 

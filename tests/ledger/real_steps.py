@@ -264,7 +264,7 @@ CASES = {
     "compiled_selective_tp2": (layout(2, 2, compiled=LAYERS, seq_len=256, checkpointing="selective"), 0),
     "compiled_full_every2": (layout(2, 1, compiled=LAYERS, seq_len=256, checkpointing="full", every=2), 0),
     "compiled_budget": (
-        layout(2, 1, compiled=LAYERS, seq_len=256, checkpointing="memory_budget", memory_budget=0.5),
+        layout(1, 2, compiled=LAYERS, seq_len=256, checkpointing="memory_budget", memory_budget=0.5),
         0,
     ),
     "compiled_pp2": (layout(1, 1, pp=2, micro_batches=4, compiled=LAYERS, seq_len=256), 0),

@@ -279,6 +279,10 @@ def test_layers_and_loss_were_compiled_once_for_each_kind(recorded, name, graphs
     assert (found.layers, found.layer_kinds, found.layer_graphs, found.loss_graphs) == (3, graphs, graphs, 1)
     assert (found.graph_breaks, found.ran_eagerly, found.captured) == (0, {}, None)
     assert not [finding.title for finding in report.findings if "compile" in finding.title]
+    for entry in report.overlap["ranks"]:
+        assert (
+            "compiled layers: what their backward computes again has no range and counts as backward" in entry["notes"]
+        )
 
 
 def test_a_tied_unit_under_a_loss_in_chunks_is_gathered_three_times_and_reduced_twice(recorded):

@@ -198,6 +198,8 @@ def capture_of(file: SourceFile, trace: Trace, mesh: Mesh | None = None) -> Capt
         notes.append(f"rank {file.rank} is from the file name: the trace does not say it")
     elif trace.rank is None:
         notes.append("neither the trace nor its name says its rank: read as one rank of its own")
+    if trace.compiled_backwards:
+        notes.append("compiled layers: what their backward computes again has no range and counts as backward")
     return Capture(
         file=file,
         rank=file.rank if trace.rank is None else trace.rank,

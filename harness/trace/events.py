@@ -27,6 +27,8 @@ EXACT_FLOAT_US = 2.0**43
 MAX_US = 2.0**51
 READ_ANNOTATIONS = ("ProfilerStep#", "FSDP::", "AC::", "PP:", "comm:", "gloo:", "Optimizer.step#")
 FLOAT8_PRODUCT = "aten::_scaled_mm"
+COMPILED_BACKWARD = "CompiledFunctionBackward"
+"""A backward that torch.compile made (torch/_functorch/_aot_autograd/runtime_wrappers.py CompiledFunction)."""
 LARGEST_RANK = 10**7 - 1  # as a file's name may say it
 
 Time = int | float | str | None
@@ -133,6 +135,7 @@ class Trace:
     call_labels: list[Label]
     names: list[str]
     float8_products: int
+    compiled_backwards: int
     dropped: dict[str, int]
     notes: list[str]
 
@@ -235,7 +238,7 @@ def _read(path: Path, event_type: type[Event]) -> Trace:
 
 class _Reader:
     def __init__(self) -> None:
-        self.seen = self.complete = self.float8_products = 0
+        self.seen = self.complete = self.float8_products = self.compiled_backwards = 0
         self.labels: Interned[Label] = Interned()
         self.call_labels: Interned[Label] = Interned()
         self.names: Interned[str] = Interned()
@@ -274,6 +277,7 @@ class _Reader:
             self._annotation(event, name)
             return
         self.float8_products += name == FLOAT8_PRODUCT
+        self.compiled_backwards += name == COMPILED_BACKWARD
         if name == classify.RECORDED_CALL and event.args and event.args.collective is not None:
             label = self.call_labels[label_of(name, event.args)]
             self.calls.rows.append((event.ts, self.threads[event.pid, event.tid], label))
@@ -328,6 +332,7 @@ class _Reader:
             call_labels=list(self.call_labels),
             names=list(self.names),
             float8_products=self.float8_products,
+            compiled_backwards=self.compiled_backwards,
             dropped=dict(self.dropped + stream.dropped),
             notes=notes,
         )

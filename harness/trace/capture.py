@@ -16,7 +16,7 @@ from harness import recording
 from harness.errors import InputError
 from harness.sources import SourceFile, Sources
 from harness.trace.activity import Activity, Mask, device_activities
-from harness.trace.classify import Groups, full_bytes
+from harness.trace.classify import BOTH_WAYS, Groups, full_bytes
 from harness.trace.events import MISSING, Trace, read_trace
 from harness.trace.host import host_activity
 from harness.trace.pipeline import MeasuredAction, actions_of
@@ -282,12 +282,15 @@ def collective_counts(records: Sequence[CollectiveRecord]) -> list[dict[str, Any
 
     Items: rank, step, dimension, kind, count, bytes. `bytes` is the sum over the calls of the size of the full
     (unsharded) side: an all-gather's output, a reduce-scatter's input, the tensor of an all-reduce and of every other
-    kind, on this rank; None if the trace lacks one of the sizes.
+    kind, on this rank; None if the trace lacks one of the sizes. A kernel that sends and receives counts as one send
+    and one receive.
     """
     totals: dict[tuple[int | None, int | None, str, str], list[int | None]] = {}
     for record in records:
-        key = (record.rank, record.step, record.dimension, record.kind)
-        totals.setdefault(key, []).append(full_bytes(record.kind, record.in_bytes, record.out_bytes))
+        parts = ("send", "recv") if record.raw_kind == BOTH_WAYS else (record.kind,)
+        for kind in parts:
+            key = (record.rank, record.step, record.dimension, kind)
+            totals.setdefault(key, []).append(full_bytes(kind, record.in_bytes, record.out_bytes))
     return [
         {"rank": rank, "step": step, "dimension": dimension, "kind": kind, "count": len(sizes)}
         | {"bytes": None if None in sizes else sum(size for size in sizes if size is not None)}

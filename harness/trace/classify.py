@@ -55,6 +55,8 @@ DTYPE_BYTES = {
 }
 
 NO_GROUP = "no group data"
+BOTH_WAYS = "coalesced send_recv"
+"""Transfers in both directions by one kernel, where the host says what they were: in is what was sent, out received."""
 DEFAULT_GROUPS = frozenset({"default_pg", "undefined", ""})
 # A group that FSDP2 makes for its reduce-scatters alone, over the ranks of an axis that has another group already
 # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py _set_separate_reduce_scatter_group).

@@ -8,8 +8,6 @@ before, and a pipeline's runtime opens a range named by the action.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
 from harness.pipeline.actions import parse_action
@@ -93,12 +91,18 @@ def _transfer(name: str) -> str | None:
 
 
 def _together(name: str, said: list[Label]) -> Label:
-    """One label for transfers that share a kernel: sizes add up; what differs is not said."""
-    kinds = Counter(classify.kind_of(label) for label in said)
+    """One label for transfers that share a kernel: sizes of each direction add up; what differs is not said."""
     fields = {field: {getattr(label, field) for label in said} for field in Label._fields}
     alike = {field: values.pop() for field, values in fields.items() if len(values) == 1}
-    elements = [label.in_elements for label in said]
-    total = sum(known) if len(known := [one for one in elements if one is not None]) == len(elements) else None
-    kind = next(iter(kinds)) if len(kinds) == 1 else "send_recv"
-    alike |= {"name": name, "collective": kind, "in_elements": total, "out_elements": total}
-    return Label(**alike)
+    sent, received = ([label for label in said if classify.kind_of(label) == kind] for kind in ("send", "recv"))
+    if sent and received:
+        elements = {"in_elements": _sum(sent), "out_elements": _sum(received)}
+        return Label(**(alike | elements | {"name": name, "collective": classify.BOTH_WAYS}))
+    total = _sum(said)
+    kind = classify.kind_of(said[0])
+    return Label(**(alike | {"name": name, "collective": kind, "in_elements": total, "out_elements": total}))
+
+
+def _sum(labels: list[Label]) -> int | None:
+    known = [label.in_elements for label in labels if label.in_elements is not None]
+    return sum(known) if len(known) == len(labels) else None

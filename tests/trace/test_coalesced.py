@@ -9,7 +9,7 @@ from trace_builder import annotation, complete, group, kernel, launch, pg, step,
 
 from harness.sources import find_sources
 from harness.trace import analyse
-from harness.trace.capture import read_captures
+from harness.trace.capture import collective_counts, read_captures
 
 SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 PIPELINE = [0, 2]
@@ -73,6 +73,17 @@ def test_sizes_of_transfers_in_one_kernel_add_up(tmp_path):
     (capture,), _ = read_captures(find_sources(tmp_path))
     (record,) = capture.records()
     assert (record.kind, record.in_bytes, record.ranks) == ("send", 160, (0, 2))
+
+
+def test_a_kernel_that_sends_and_receives_counts_as_one_of_each(tmp_path):
+    events = [step(1, 0, 100), call("send", 10, 64), call("recv", 11, 16), launch(12, 2), transfer(20, 5, 2)]
+    write(tmp_path / "rank0.json", events)
+
+    (capture,), _ = read_captures(find_sources(tmp_path))
+    (record,) = capture.records()
+    assert record.kind == "send_recv"
+    found = {item["kind"]: (item["count"], item["bytes"]) for item in collective_counts([record])}
+    assert found == {"send": (1, 128), "recv": (1, 32)}
 
 
 def test_of_more_than_two_ranks_transfers_are_not_matched(tmp_path):

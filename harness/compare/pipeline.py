@@ -111,7 +111,8 @@ def _measured(whole: Plan | None, config: Trainer.Config | None, captures: Seque
 
 
 def _costs(measured: Sequence[MeasuredSchedule]) -> tuple[dict[str, int], dict[tuple[int, str], int]]:
-    """Medians of each kind, and of each stage and kind."""
+    """Medians of each kind, and of each stage and kind: 0 for what a traced stage never computed, such as the I of the
+    first one, which has no input to differentiate and leaves all to W."""
     kinds: dict[str, list[int]] = {}
     stages: dict[tuple[int, str], list[int]] = {}
     for one in measured:
@@ -119,9 +120,10 @@ def _costs(measured: Sequence[MeasuredSchedule]) -> tuple[dict[str, int], dict[t
             for action, start, end in row:
                 kinds.setdefault(action.kind, []).append(end - start)
                 stages.setdefault((action.stage, action.kind), []).append(end - start)
+    traced = sorted({stage for stage, _ in stages})
     return (
         {kind: int(median(values)) for kind, values in sorted(kinds.items())},
-        {key: int(median(values)) for key, values in sorted(stages.items())},
+        {(stage, kind): int(median(stages.get((stage, kind), [0]))) for stage in traced for kind in sorted(kinds)},
     )
 
 

@@ -105,6 +105,18 @@ def test_bubbles_of_another_trainers_traces(foreign):
     assert f"    1  {'·' * quarter}{'0' * quarter}{'a' * quarter}{'·' * quarter}" in text
 
 
+def test_a_part_that_a_stage_never_computes_costs_it_nothing(tmp_path):
+    """torch's first stage has no I: what comes first has no input to differentiate."""
+    for rank, kinds in enumerate(["FW", "FIW"]):
+        spans = [annotation(f"PP:{rank}{kind}0", 100 * place, 50) for place, kind in enumerate(kinds)]
+        write(tmp_path / f"rank{rank}_trace.json", [step(5, 0, 1000), *spans], rank=rank)
+    captures, _ = read_captures(find_sources(tmp_path))
+    pipeline = pipeline_of(None, captures)
+    assert pipeline is not None
+    costs = {(stage, kind): 50_000 for stage in (0, 1) for kind in "FIW"}
+    assert pipeline.stage_costs_ns == costs | {(0, "I"): 0}
+
+
 def test_a_trace_without_a_pipeline_has_none(tmp_path):
     write(tmp_path / "rank0_trace.json", [step(0, 0, 10), annotation("forward", 1, 5)])
     captures, _ = read_captures(find_sources(tmp_path))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness.errors import UnavailableError, UsageError
 
@@ -130,3 +131,12 @@ def compiler() -> str | None:
     """The path of a C++ compiler, as inductor looks for it (torch/_inductor/cpp_builder.py get_cpp_compiler)."""
     named = os.environ.get("CXX")
     return next((path for name in (*([named] if named else []), *COMPILERS) if (path := shutil.which(name))), None)
+
+
+MOVED = "what a layer reads is at another address in each step, as FSDP2 frees parameters and gathers them again"
+
+
+def captured_again(graphs: Mapping[str, Any]) -> bool:
+    """Whether CUDA graphs of a rank (`compile.cuda_graphs` of a recording) were captured more often than by the first
+    steps and one change after them."""
+    return bool(graphs["captured"] > 2 * graphs.get("graphs", graphs["captured"]))

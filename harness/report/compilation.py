@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from harness.compilation import MOVED, captured_again
 from harness.report.finding import Finding, ranks_text
 from harness.text import counted
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compilation:
     """The most of any rank, and what ranks say together. `ran_eagerly`: part -> forwards that were not compiled;
-    `captured`, `skips`: CUDA graphs recorded, and how often inductor left one out; None where none were asked for."""
+    `captured`, `skips`: CUDA graphs recorded, and how often inductor left one out; None where none were asked for.
+    `recaptured`: `graphs` of a step and how often a rank `captured` them, where that is again and again, else None."""
 
     backend: str
     layers: int
@@ -28,6 +30,7 @@ class Compilation:
     recompile_reasons: list[str]
     ran_eagerly: dict[str, int]
     captured: int | None
+    recaptured: dict[str, int] | None
     skips: int | None
     skip_reasons: list[str]
     ranks_recompiling: list[int]
@@ -67,6 +70,9 @@ def compilation_of(report: Report) -> Compilation | None:
         recompile_reasons=_distinct(one["recompile_reasons"] for one in found.values()),
         ran_eagerly=dict(eager),
         captured=min((one["captured"] for one in graphs), default=None),
+        recaptured=next(
+            ({name: one[name] for name in ("graphs", "captured")} for one in graphs if captured_again(one)), None
+        ),
         skips=max((one["skips"] for one in graphs), default=None),
         skip_reasons=_distinct(one["skip_reasons"] for one in graphs),
         ranks_recompiling=[rank for rank, one in found.items() if one["layer_graphs"] > one["layer_kinds"]],
@@ -113,4 +119,14 @@ def compilation_findings(report: Report) -> Iterator[Finding]:
             where="compiled layers",
             advice=f"{reason}. A graph replays at the addresses at which it was captured, and FSDP2 frees parameters "
             "and gathers them again; parallelism.reshard_after_forward never keeps them until backward.",
+        )
+    if found.recaptured is not None:
+        yield Finding(
+            severity="high",
+            title="CUDA graphs are captured again and again: {captured} times, {graphs} of them".format(
+                **found.recaptured
+            ),
+            evidence={**found.recaptured},
+            where="compiled layers",
+            advice=f"Each costs more than it saves: {MOVED}. Leave compile.cuda_graphs at false.",
         )

@@ -20,6 +20,8 @@ from harness.trainer.model.decoder import Decoder
 MOST_REASONS = 5
 LAYER_CODE, LOSS_CODE = "compiled_layer", "compiled_loss"
 """Names of the functions here that torch compiles, which its metrics are by."""
+MOST_METRICS = 100_000
+"""Kept by torch: it keeps 64 unless told, and each capture of a CUDA graph is one, too."""
 
 
 class Compiled:
@@ -33,6 +35,7 @@ class Compiled:
         self._wanted, self._device = config.compile, device
         checkpointing = config.activation_checkpoint
         self._budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
+        self._micro_batches = config.training.accumulation_steps
         self._eager: Counter[str] = Counter()
         self._layers = self._kinds = 0
         self._seen: Any = None
@@ -46,6 +49,7 @@ class Compiled:
             torch._dynamo.reset()
             dynamo.counters.clear()
             dynamo.clear_compilation_metrics()
+            dynamo.set_compilation_metrics_limit(MOST_METRICS)
             functorch_config.activation_memory_budget = self._budget
             # Since torch 2.13 a mesh is an input of tensor-parallel graphs, whose size a budget asks for: it has none.
             if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
@@ -125,7 +129,7 @@ class Compiled:
             self._eager[name] += 1
 
     def _cuda_graphs(self) -> dict[str, Any] | None:
-        """Graphs that were captured, and how often and why inductor left one out."""
+        """Graphs that a step replays, how often one was captured, and how often and why inductor left one out."""
         if not self._wanted.cuda_graphs:
             return None
         from torch._inductor.cudagraph_trees import get_container
@@ -137,6 +141,7 @@ class Compiled:
             captured += 1
             waiting += [node for nodes in waiting.pop().children.values() for node in nodes]
         return {
+            "graphs": 2 * self._layers * self._micro_batches,
             "captured": captured,
             "skips": dynamo.counters["inductor"]["cudagraph_skips"],
             "skip_reasons": self._graph_log.reasons,

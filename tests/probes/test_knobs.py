@@ -11,7 +11,7 @@ import pytest
 from experiments import arguments
 
 from harness.commands import probe
-from harness.compilation import Compile
+from harness.compilation import MOVED, Compile
 from harness.config import Parallelism, Trainer
 from harness.config_json import with_overrides
 from harness.errors import UsageError
@@ -211,8 +211,9 @@ def test_cuda_graphs_act_on_compiled_layers():
 
 
 def test_cuda_graphs_that_were_not_captured_are_told_with_the_reason(tmp_path):
-    def trial(captured: int, skips: int) -> Recording:
-        graphs = {"captured": captured, "skips": skips, "skip_reasons": ["skipping cudagraphs due to cpu device"]}
+    def trial(captured: int, skips: int, **more: int) -> Recording:
+        reasons = ["skipping cudagraphs due to cpu device"]
+        graphs = {"captured": captured, "skips": skips, "skip_reasons": reasons, **more}
         recording = tmp_path / f"{captured}_{skips}"
         (recording / "ranks").mkdir(parents=True)
         document = {"rank": 0, "schema_version": 1, "compile": {"cuda_graphs": graphs if captured >= 0 else None}}
@@ -226,6 +227,9 @@ def test_cuda_graphs_that_were_not_captured_are_told_with_the_reason(tmp_path):
         False,
         "CUDA graphs were left out 3 times, 8 captured at least: skipping cudagraphs due to cpu device",
     )
+    again = trial(33, 0, graphs=16)
+    assert uncaptured([trial(32, 0, graphs=16)]) is None
+    assert uncaptured([again]) == (False, f"16 CUDA graphs were captured 33 times: {MOVED}")
     assert uncaptured([none]) == (True, "no CUDA graph was captured: skipping cudagraphs due to cpu device")
 
 

@@ -36,8 +36,8 @@ KNOB = Knob(
         "a graph replays at the addresses at which it was captured: where FSDP2 gathers a layer's parameters elsewhere "
         "it is captured again, and after 128 times left out (torch._inductor.config.triton."
         "cudagraph_unexpected_rerecord_limit)",
-        "Llama 3.2 1B with 8 layers on one H200, torch 2.11: 16 graphs captured 128 times in 9 steps, 216 to 300 ms a step "
-        "against 55 without",
+        "Llama 3.2 1B with 8 layers on one H200, torch 2.11: 16 graphs captured 128 times in 9 steps, 216 to 300 ms a "
+        "step against 55 without",
         "torchtitan 0.3.0 replays forward and backward as one graph by default (torchtitan#3559); its traces then have "
         "neither FSDP units nor phases; here the hooks of FSDP2 stay outside the graphs, and traces keep both",
         "kernels of NCCL get longer inside a graph as they share the device: duration is not cost (torchtitan#2071)",

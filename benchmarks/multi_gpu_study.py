@@ -358,7 +358,11 @@ def main() -> int:
         say(f"what ended is kept: the same call goes on with {study.work}")
     found = study_summary.summary(study.work, study.mode, study.layouts, study.probes, study.steps)
     most, until = round(args.archive_mb * 1e6), started + args.budget_s
-    study_summary.archive(found, study.work, args.out, most, until=until, trims=not study.on_cpu)
+    try:
+        study_summary.archive(found, study.work, args.out, most, until=until, trims=not study.on_cpu)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+        say(f"--out {args.out} has what was copied until now; the same call goes on with {study.work}")
     print(study_summary.markdown(found))
     if code == EXIT_OK and any(step["state"] == "failed" for step in study.steps.values()):
         code = EXIT_FAILED

@@ -252,10 +252,9 @@ def archive(found: dict[str, Any], work: Path, out: Path, most_bytes: int, *, un
     for recording in sorted(path.parent for path in work.glob("*/r[eu]*/manifest.json")):
         target = out / recording.relative_to(work)
         shutil.rmtree(target, ignore_errors=True)
-        if time.monotonic() > until:
+        if time.monotonic() > until or not _copy_recording(recording, target, trims, until):
             left.append(f"{recording.relative_to(work)} (no time was left)")
             continue
-        _copy_recording(recording, target, trims)
         taken = folder_bytes(target)
         if kept + taken > most_bytes:
             shutil.rmtree(target, ignore_errors=True)
@@ -277,13 +276,22 @@ def _keep_file(path: Path, target: Path, room: int, left: list[str], work: Path)
     return taken
 
 
-def _copy_recording(recording: Path, target: Path, trims: bool) -> None:
-    if trims:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run([sys.executable, str(TRIM), str(recording), str(target)], capture_output=True)
-        if done.returncode == 0:
-            return
-    shutil.copytree(recording, target)
+def _copy_recording(recording: Path, target: Path, trims: bool, until: float) -> bool:
+    """Whether it was done in time; nothing is left of a copy that was not, nor of one that is interrupted."""
+    words = [sys.executable, str(TRIM), str(recording), str(target)]
+    try:
+        if trims:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if subprocess.run(words, capture_output=True, timeout=max(1.0, until - time.monotonic())).returncode == 0:
+                return True
+        shutil.copytree(recording, target)
+    except subprocess.TimeoutExpired:
+        shutil.rmtree(target, ignore_errors=True)
+        return False
+    except KeyboardInterrupt:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    return True
 
 
 def _files(folder: Path) -> Iterable[Path]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 from harness.errors import UnavailableError, UsageError
 
@@ -32,6 +31,27 @@ class Compile:
         cuda_graphs: bool = False
         """Forward and backward of a compiled layer are captured and replayed as CUDA graphs where inductor finds that
         they can be."""
+
+
+class CudaGraphs(TypedDict):
+    graphs: NotRequired[int]  # recordings of the first version of this do not say
+    captured: int
+    skips: int
+    skip_reasons: list[str]
+
+
+class Outcome(TypedDict):
+    """What became of a rank's layers and loss, as ranks/rank{r}.json says it (docs/recording.md, `compile`)."""
+
+    backend: str
+    layers: int
+    layer_kinds: int
+    layer_graphs: int
+    loss_graphs: int
+    graph_breaks: int
+    recompile_reasons: list[str]
+    ran_eagerly: dict[str, int]
+    cuda_graphs: CudaGraphs | None
 
 
 def require_compilation(config: Trainer.Config) -> None:
@@ -136,7 +156,7 @@ def compiler() -> str | None:
 MOVED = "what a layer reads is at another address in each step, as FSDP2 frees parameters and gathers them again"
 
 
-def captured_again(graphs: Mapping[str, Any]) -> bool:
+def captured_again(graphs: CudaGraphs) -> bool:
     """Whether CUDA graphs of a rank (`compile.cuda_graphs` of a recording) were captured more often than by the first
     steps and one change after them."""
-    return bool(graphs["captured"] > 2 * graphs.get("graphs", graphs["captured"]))
+    return graphs["captured"] > 2 * graphs.get("graphs", graphs["captured"])

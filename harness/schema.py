@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from harness import compilation, float8
 from harness.errors import InputError
-from harness.float8 import Outcome
 from harness.limits import LARGEST_OF
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -41,7 +41,8 @@ RANK: dict[str, Any] = {
     "pid": Count,
     "host": str,
     "device": dict[str, Any],
-    "float8": Outcome,
+    "compile": compilation.Outcome,
+    "float8": float8.Outcome,
     "end_state": str,
     "exception": str,
     "ended_unix_ns": Count,

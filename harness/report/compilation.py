@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from harness.compilation import MOVED, captured_again
+from harness.compilation import MOVED, Outcome, captured_again
 from harness.report.finding import Finding, ranks_text
 from harness.text import counted
 
@@ -56,7 +56,8 @@ def compilation_of(report: Report) -> Compilation | None:
     """None where nothing was to be compiled, or the run says nothing of it."""
     if report.recording is None:
         return None
-    found = {rank: document["compile"] for rank, document in report.recording.ranks.items() if document.get("compile")}
+    documents = report.recording.ranks
+    found: dict[int, Outcome] = {rank: one["compile"] for rank, one in documents.items() if one.get("compile")}
     if not found:
         return None
     most = {name: max(one[name] for one in found.values()) for name in _COUNTS}
@@ -71,7 +72,7 @@ def compilation_of(report: Report) -> Compilation | None:
         ran_eagerly=dict(eager),
         captured=min((one["captured"] for one in graphs), default=None),
         recaptured=next(
-            ({name: one[name] for name in ("graphs", "captured")} for one in graphs if captured_again(one)), None
+            ({"graphs": one["graphs"], "captured": one["captured"]} for one in graphs if captured_again(one)), None
         ),
         skips=max((one["skips"] for one in graphs), default=None),
         skip_reasons=_distinct(one["skip_reasons"] for one in graphs),
@@ -79,7 +80,8 @@ def compilation_of(report: Report) -> Compilation | None:
     )
 
 
-_COUNTS = ("layers", "layer_kinds", "layer_graphs", "loss_graphs", "graph_breaks")
+_Count = Literal["layers", "layer_kinds", "layer_graphs", "loss_graphs", "graph_breaks"]
+_COUNTS: tuple[_Count, ...] = get_args(_Count)
 
 
 def _distinct(lists: Iterator[list[str]]) -> list[str]:

@@ -35,7 +35,22 @@ def from_dict(tree: dict[str, Any], *, strict: bool = True) -> Trainer.Config:
         return msgspec.convert(tree, Trainer.Config, strict=strict)
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$.")
-        raise UsageError(f"configuration: {place.rstrip('`') or 'value'}: {reason}") from None
+        place = place.rstrip("`")
+        raise UsageError(f"configuration: {place or 'value'}: {reason}{_remedy(place) if place else ''}") from None
+
+
+def _remedy(place: str) -> str:
+    """What a field takes, where the name of its type does not say."""
+    kind: Any = Trainer.Config
+    for name in place.partition("[")[0].split("."):
+        kind = _fields_of(kind)[name]
+    kinds = getattr(kind, "types", (kind,))
+    words = [word for one in kinds if isinstance(one, msgspec.inspect.LiteralType) for word in one.values]
+    if words:
+        return f"; it is {'a number, or ' if len(kinds) > 1 else ''}one of {', '.join(map(str, words))}"
+    if any(isinstance(one, msgspec.inspect.ListType) for one in kinds):
+        return '; a list is written as JSON, such as ["…", "…"]'
+    return ""
 
 
 def from_json(text: str | bytes) -> Trainer.Config:

@@ -1,5 +1,7 @@
 """The configuration tree: JSON and back, overrides, and every layout that cannot be."""
 
+import re
+
 import pytest
 
 from harness import recipes
@@ -33,6 +35,25 @@ def test_built_in_runs_are_valid_and_survive_json(module, name):
     config.validate()
     assert config.name == name
     assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "compile.backend",
+            "nvfuser",
+            "compile.backend: Invalid enum value 'nvfuser'; it is one of aot_eager, inductor",
+        ),
+        ("parallelism.fsdp_prefetch", "all", "Invalid enum value 'all'; it is a number, or one of default"),
+        ("float8.linears", "wq,wk", 'Expected `array`, got `str`; a list is written as JSON, such as ["…", "…"]'),
+        ("pipeline.split", "[1]", "pipeline.split[0]: Expected `array`, got `int`; a list is written as JSON, such as"),
+        ("activation_checkpoint.memory_budget", "half", "memory_budget: Expected `float`, got `str`"),
+    ],
+)
+def test_a_value_that_a_field_does_not_take_is_told_what_it_does(name, value, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        with_overrides(Trainer.Config(), [(name, value)])
 
 
 def test_built_in_modules_offer_these_runs():

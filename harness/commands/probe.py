@@ -16,6 +16,7 @@ from pathlib import Path
 
 from harness.commands import add_json_argument, require_page, write_page
 from harness.commands.run import DEFAULT_PARENT
+from harness.compare import Wanted
 from harness.config import Trainer
 from harness.config_json import with_overrides
 from harness.doctor import Choice, choose_mode
@@ -144,11 +145,13 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK if analysis.decided else EXIT_FAILED
 
 
-def report_experiment(directory: Path, *, html: Path | None, as_json: bool) -> int | None:
+def report_experiment(directory: Path, *, html: Path | None, as_json: bool, wanted: Wanted) -> int | None:
     """`meshscope report` of an experiment's folder: the trials on disk analysed anew. Exits 4 if some have not ended,
-    3 if none has; None for a folder that holds something else."""
+    3 if none has; None for a folder that holds something else. Raises `UsageError` for a `wanted` unit."""
     if not is_experiment(directory):
         return None
+    if wanted.is_named:
+        raise UsageError(f"{wanted.option}: {directory} is an experiment; name one recording, a folder of its trials/")
     analysis = read_analysis(directory)
     if html is not None:
         write_html(analysis, html)

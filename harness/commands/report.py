@@ -38,13 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exits 3 if nothing was readable or measured (of a recording its state is said all the same), 4 if part of the
     input was not."""
+    wanted = Wanted(unit=args.unit, parameter=args.parameter)
     if args.path.is_dir():
         from harness.commands.probe import report_experiment  # scipy, which no other report needs, takes a while
 
-        code = report_experiment(args.path, html=args.html, as_json=args.json)
+        code = report_experiment(args.path, html=args.html, as_json=args.json, wanted=wanted)
         if code is not None:
             return code
-    report = build(args.path, wanted=Wanted(unit=args.unit, parameter=args.parameter))
+    report = build(args.path, wanted=wanted)
     if args.html is not None and (report.read or report.recording):
         write_html(report, args.html)
     if args.json:

@@ -227,6 +227,14 @@ def test_plan_that_is_none_is_one_line(tmp_path, capsys, change, reason):
     assert "experiment.json" in line
 
 
+@pytest.mark.parametrize("option", ["--unit", "--parameter"])
+def test_an_experiment_has_no_unit_to_follow(tmp_path, capsys, option):
+    experiment(tmp_path, "PROBED=unset,a")
+    assert main(["report", str(tmp_path), option, "layers.1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{option} layers.1: {tmp_path} is an experiment; name one recording" in line
+
+
 @pytest.mark.parametrize("samples", [7, ["x"], [{"unix_ns": 1}], [{"unix_ns": 1, "gpus": [{"index": 0}]}]])
 def test_trial_with_garbled_surroundings_is_named_and_not_counted(tmp_path, capsys, samples):
     planned = experiment(tmp_path, "PROBED=unset,a", "--repeats", "2")

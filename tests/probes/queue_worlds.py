@@ -12,7 +12,7 @@ from typing import Any
 from probes.queues import Control, Latency, Observations, Round, parse
 from probes.queues_worker import SLEEP_NS, Streams, round_of
 
-H200 = Path(__file__).with_name("data") / "h200_queues.json"
+H200 = Path(__file__).with_name("data") / "h200_queues"
 LAUNCH_NS = 8_000
 
 
@@ -96,25 +96,5 @@ def controls(*late: int, others: int = 47) -> list[Control]:
 
 def h200() -> dict[str, Observations]:
     """What real contexts showed, for each value of the variable (data/README.md)."""
-    document = json.loads(H200.read_text(encoding="utf-8"))
-
-    def of_round(columns: dict[str, list[int]]) -> Round:
-        pairs = zip(columns["released_ns"], columns["ended_ns"], strict=True)
-        latencies = [
-            Latency(streams=size, released_ns=released, ended_ns=ended, in_time=True)
-            for size, (released, ended) in enumerate(pairs, document["first_streams"])
-        ]
-        return Round(
-            latencies=latencies, controls=controls(*columns["controls_late"], others=document["control_others"])
-        )
-
-    return {
-        arm: Observations(
-            setting=seen["setting"],
-            device=seen["device"],
-            streams=seen["streams"],
-            rounds=[of_round(columns) for columns in seen["rounds"]],
-            phase="complete",
-        )
-        for arm, seen in document["arms"].items()
-    }
+    arms = ("unset", "1", "2", "8", "16", "32")
+    return {arm: parse(json.loads((H200 / f"{arm}.json").read_text(encoding="utf-8"))) for arm in arms}

@@ -30,7 +30,7 @@ def test_contexts_of_an_h200(arm, queues):
     found = estimate(h200()[arm])
 
     assert (found.count, found.low, found.high, found.at_least) == (queues, queues, queues, False)
-    assert [(item.low, item.high) for item in found.rounds] == [(queues, queues)] * 3
+    assert [(item.low, item.high) for item in found.rounds] == [(queues, queues)] * 5
     assert sum(item.contradicting for item in found.rounds) == 0
     assert [found.latency_ns[streams] > 5_000_000 for streams in (4, 12)] == [queues < 4, queues < 12]
 

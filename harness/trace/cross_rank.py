@@ -14,6 +14,7 @@ from harness.trace.host import GLOO
 ALIGNED_NS = 50_000
 ALIGNED_SHARE = 0.05
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+WAITED_LATER = "sends and receives waited for later are not matched: gloo does not say when they were transferred"
 
 
 class Matched(NamedTuple):
@@ -88,7 +89,11 @@ def match(captures: Sequence[Capture]) -> tuple[list[Matched], list[str]]:
         # Captures of different times hold different collectives.
         time = (capture.file.iteration, capture.order)
         seen: set[tuple[Any, ...]] = set()
+        on_host = any(device.activity.source == "host" for device in capture.devices)
         for record in capture.records():
+            if on_host and record.kind in POINT_TO_POINT and not record.raw_kind.startswith(GLOO):
+                notes.append(f"group {record.group or NO_GROUP}: {WAITED_LATER}")
+                continue
             key = (time, record.group, record.ranks)
             ranks = by_group.setdefault(key, {})
             if key not in seen and capture.rank in ranks:

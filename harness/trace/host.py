@@ -6,6 +6,8 @@ A collective is a call and its work, counted once. Its time is the union of both
 alone (transfer, and waiting for the other ranks); the call gives its kind, group, dimension, bytes, sequence number,
 step and FSDP unit. gloo's names are wrong at times (a reduce-scatter is called gloo:all_reduce), so a work whose call
 is not known gives time only, under no group data; in a trace without our ranges its name has to do.
+A send or receive is its call and the wait for it (`harness.trace.transfers`). If its thread went on in between, nothing
+says when it was transferred; its `raw_kind` is then without gloo's prefix.
 Compute is the time a thread spends in operators (not in autograd's nodes or engine, which only call them and where
 FSDP's hooks wait) outside its communication ranges and c10d operators.
 """
@@ -15,12 +17,13 @@ from __future__ import annotations
 import numpy as np
 
 from harness.trace import classify
-from harness.trace.activity import Activity, Collective, Mask
+from harness.trace.activity import Activity, Collective
 from harness.trace.classify import NO_GROUP, Groups
 from harness.trace.events import MISSING, Annotations, Interned, Trace
 from harness.trace.figures import COMMUNICATION, COMPUTE
 from harness.trace.gloo import Call, Work, link
 from harness.trace.intervals import Intervals, join, subtract, union
+from harness.trace.transfers import waits
 
 GLOO, RANGE = "gloo:", "comm:"
 OPERATORS = "operators"
@@ -45,7 +48,15 @@ def host_activity(trace: Trace, groups: Groups) -> Activity:
         # The first work stands for its call.
         counts[work], counts[call] = counts[call], False
 
-    compute = {thread: compute_of(trace, int(thread), talks) for thread in np.unique(trace.operators.thread)}
+    transfers = np.array([is_transfer(name) for name in trace.names] + [False], np.bool_)
+    since, is_later = waits(trace, transfers[trace.annotations.name])
+    rows = rows._replace(start=since[talks], dur=rows.start + rows.dur - since[talks])
+    later = np.flatnonzero(is_later[talks]).tolist()
+    for work in later:
+        collective, sequence = meanings[work]
+        meanings[work] = collective._replace(raw_kind=collective.raw_kind.removeprefix(GLOO)), sequence
+
+    compute = {thread: compute_of(trace, int(thread), rows) for thread in np.unique(trace.operators.thread)}
     start = np.concatenate((rows.start, *(piece.start for piece in compute.values())))
     computes = start.size - rows.start.size
     nothing = np.full(computes, MISSING, np.int64)
@@ -65,7 +76,7 @@ def host_activity(trace: Trace, groups: Groups) -> Activity:
         name=np.concatenate((rows.name, np.full(computes, len(trace.names), np.int64))),
         collectives=list(collectives),
         names=[*trace.names, OPERATORS],
-        notes=notes(names, set(call_of), recorded),
+        notes=notes(names, set(call_of), recorded, len(later)),
     )
 
 
@@ -80,22 +91,33 @@ def calls_of_works(rows: Annotations, names: list[str], collectives: list[Collec
     return {work: ours[call] for work, call in zip(theirs, link(calls, works), strict=True) if call is not None}
 
 
-def notes(names: list[str], linked: set[int], recorded: bool) -> tuple[str, ...]:
+def is_transfer(name: str) -> bool:
+    return name.startswith(GLOO) and classify.collective_kind(name.removeprefix(GLOO)) in ("send", "recv")
+
+
+def notes(names: list[str], linked: set[int], recorded: bool, later: int) -> tuple[str, ...]:
     works = [row for row, name in enumerate(names) if name.startswith(GLOO)]
-    if not recorded:
-        return ("gloo misnames collectives (a reduce-scatter is called all_reduce): kinds are gloo's",) if works else ()
+    found = []
+    if later:
+        transfers = sum(map(is_transfer, names))
+        found.append(
+            f"{later} of {transfers} sends and receives were waited for later: only their calls and waits count, "
+            "as gloo does not say when they were transferred"
+        )
     unknown = len(works) - len(linked)
-    if not unknown:
-        return ()
-    return (f"{unknown} of {len(works)} gloo works have no recorded call: their time is under {NO_GROUP}",)
+    if works and not recorded:
+        found.append("gloo misnames collectives (a reduce-scatter is called all_reduce): kinds are gloo's")
+    elif unknown:
+        found.append(f"{unknown} of {len(works)} gloo works have no recorded call: their time is under {NO_GROUP}")
+    return tuple(found)
 
 
-def compute_of(trace: Trace, thread: int, talks: Mask) -> Intervals:
-    """The time a thread spends in operators that do not communicate."""
-    operators, rows = trace.operators, trace.annotations
+def compute_of(trace: Trace, thread: int, rows: Annotations) -> Intervals:
+    """The time a thread spends in operators that do not communicate, outside `rows`."""
+    operators = trace.operators
     mine = operators.thread == thread
     communicates = mine & (operators.communicates > 0)
-    ranges = talks & (rows.thread == thread)
+    ranges = rows.thread == thread
     away = join(
         union(operators.start[communicates], (operators.start + operators.dur)[communicates]),
         union(rows.start[ranges], (rows.start + rows.dur)[ranges]),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.config import Data, Decoder, Parallelism, Pipeline, Recorder, Trainer, Training, Window
@@ -18,6 +19,7 @@ from harness.recording import read_recording
 from harness.rehearsal import ranks_to_rehearse
 from harness.report import Report, build
 from harness.report.text import render
+from harness.trace.intervals import intersection, union
 
 pytestmark = pytest.mark.distributed
 
@@ -172,6 +174,21 @@ def test_the_trace_shows_the_planned_schedule(recorded, name):
 
 def _actions(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [item for one in found["measured"] for rank in one["ranks"] for item in rank["actions"]]
+
+
+def test_transfers_under_way_hide_no_computation(recorded):
+    """gloo's annotation of a send is open on the computing thread until the pass ends."""
+    report = recorded("interleaved_pp4")
+    for capture in report.captures:
+        (device,) = capture.devices
+        activity = device.activity
+        sends = activity.where([one.kind in ("send", "recv") for one in activity.collectives])
+        assert sends.any()
+        computes = activity.window().compute
+        assert intersection(activity.union(sends), computes).total_ns() == 0
+        spans = np.array([(one.start_ns, one.end_ns) for one in capture.pipeline], np.int64)
+        passes = union(spans[:, 0], spans[:, 1])
+        assert intersection(passes, computes).total_ns() > 0.3 * passes.total_ns()
 
 
 def test_the_report_draws_both_grids(recorded):

@@ -149,6 +149,85 @@ def test_waiting_in_a_backward_hook_is_no_compute(tmp_path: Path) -> None:
     assert any("the host waited for every collective" in note for note in entry["notes"])
 
 
+def test_a_send_waited_for_later_hides_no_compute(tmp_path: Path) -> None:
+    """Its annotation is open until the wait: of it only the wait counts, since the last thing the thread did before."""
+    events = [
+        step(1, 0, 60),
+        step(2, 60, 40),
+        annotation("PP:0SEND_F0", 8, 7),
+        annotation("comm:send:mesh_pp:0:64", 10, 4),
+        operator("c10d::send", 11, 3),
+        annotation("gloo:send", 12, 68),
+        annotation("PP:0F1", 20, 40),
+        operator("aten::mm", 22, 30),
+        operator("aten::add", 25, 5),
+        annotation("gloo:all_reduce", 30, 20, tid=300),
+        operator("aten::mul", 62, 10),
+    ]
+    entry = one(write(tmp_path / "t.json", events, pg_config=CONFIG))
+    window = entry["window"]
+    assert window["compute_ns"] == (30 + 10) * 1000
+    assert window["comm_ns"] == (4 + 20 + 80 - 72) * 1000
+    assert window["overlap_ns"] == 20_000
+    [send] = [c for c in entry["collectives"] if c["kind"] == "send"]
+    assert (send["count"], send["comm_ns"], send["overlap_ns"], send["sum_ns"]) == (1, 12_000, 0, 8_000)
+    assert send["raw_kinds"] == ["send"]
+    steps = {(s["step"], s["rule"]): s["comm_ns"] for s in entry["steps"]}
+    assert steps[1, "launch"] == 32_000, "the wait in step 2 is of the call in step 1"
+    assert steps[2, "clip"] == 8_000
+    assert any("1 of 1 sends and receives were waited for later" in note for note in entry["notes"])
+
+
+def test_a_receive_is_waited_for_in_what_needs_it(tmp_path: Path) -> None:
+    """Two receives are open at once; without our ranges, too. What is open when a wait ends is what waits."""
+    events = [
+        annotation("gloo:recv", 0, 50),
+        annotation("gloo:recv", 2, 68),
+        annotation("forward", 0, 30),
+        operator("aten::mm", 5, 20),
+        annotation("PP:1F0", 40, 60),
+        annotation("forward", 75, 20),
+        operator("aten::mm", 75, 20),
+    ]
+    entry = one(write(tmp_path / "t.json", events))
+    window = entry["window"]
+    assert window["compute_ns"] == (20 + 20) * 1000
+    assert window["comm_ns"] == (70 - 40) * 1000
+    [recv] = entry["collectives"]
+    assert (recv["count"], recv["sum_ns"]) == (2, (10 + 20) * 1000)
+
+
+def test_transfers_waited_for_at_once_last_as_long_as_their_works(tmp_path: Path) -> None:
+    """An operator that ended before and one after: the whole of gloo's annotation is the wait."""
+    events = [
+        operator("aten::mm", 0, 9),
+        annotation("comm:recv:mesh_pp:0:64", 10, 4),
+        operator("c10d::recv_", 11, 2),
+        annotation("gloo:recv", 12, 30),
+        operator("aten::mm", 42, 10),
+    ]
+    entry = one(write(tmp_path / "t.json", events, pg_config=CONFIG))
+    [recv] = entry["collectives"]
+    assert (recv["comm_ns"], recv["sum_ns"], recv["raw_kinds"]) == (32_000, 30_000, ["gloo:recv", "recv"])
+    assert not any("waited for later" in note for note in entry["notes"])
+
+
+def test_sends_waited_for_later_are_not_matched_with_other_ranks(tmp_path: Path) -> None:
+    for rank, kind in ((0, "send"), (1, "recv")):
+        events: list[Event] = [
+            annotation(f"comm:{kind}:mesh_pp:0:64", 0, 2),
+            annotation(f"gloo:{kind}", 1, 40),
+            operator("aten::mm", 5, 20),
+            annotation(f"comm:{kind}:mesh_dp:0:64", 50, 2),
+            annotation(f"gloo:{kind}", 51, 10),
+        ]
+        write(tmp_path / f"rank{rank}.json", events, rank=rank)
+    across = analyse(find_sources(tmp_path))["cross_rank"]
+    assert not any(found["group"] == "mesh_pp" for found in across["collectives"])
+    assert any("mesh_pp: sends and receives waited for later are not matched" in note for note in across["notes"])
+    assert not any("mesh_dp" in note and "waited for later" in note for note in across["notes"])
+
+
 def test_ranks_wait_in_gloos_works(tmp_path: Path) -> None:
     """Rank 1 calls 30 us later: rank 0's work waits for it, while both calls take 2 us."""
     for rank, late in ((0, 0), (1, 30)):

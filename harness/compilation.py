@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Backend = Literal["inductor", "aot_eager"]
 COMPILERS = ("c++", "g++", "clang++")
+SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+"""Variables that turn torch.compile off where they are 1 (torch/_dynamo/config.py, eval_frame.py `_optimize`)."""
 
 
 class Compile:
@@ -127,9 +129,14 @@ def _require_budget(config: Trainer.Config) -> None:
 
 
 def require_compilation_on(config: Trainer.Config, device: str) -> None:
-    """Raises `UsageError` for what does nothing on `device`, cuda or cpu, or fails there, `UnavailableError` without a
-    compiler."""
+    """Raises `UsageError` for what does nothing on `device`, cuda or cpu, or in this environment, or fails there,
+    `UnavailableError` without a compiler."""
     wanted = config.compile
+    switch = next((name for name in SWITCHES if os.environ.get(name) == "1"), None)
+    if (wanted.blocks or wanted.loss) and switch:
+        raise UsageError(
+            f"compile.{'blocks' if wanted.blocks else 'loss'}=true: {switch}=1 turns torch.compile off; unset it"
+        )
     if device == "cuda":
         return
     if wanted.cuda_graphs:

@@ -54,10 +54,11 @@ ranks which wait for it."""
 PASSED_NAMES = frozenset((
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "XDG_CACHE_HOME",
     "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD",
+    "CC", "CXX",  # the compilers of triton and inductor
 ))
 PASSED_PREFIXES = (
     "CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NCCL_", "NVIDIA_", "GLOO_",
-    "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "LC_",
+    "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "LC_",
 )
 # fmt: on
 

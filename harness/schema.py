@@ -41,6 +41,7 @@ RANK: dict[str, Any] = {
     "pid": Count,
     "host": str,
     "device": dict[str, Any],
+    "environment_before": dict[str, str],
     "compile": compilation.Outcome,
     "float8": float8.Outcome,
     "end_state": str,

@@ -277,12 +277,17 @@ def validate_device(config: Trainer.Config, device: str) -> None:
         device == "cuda" or policy == "references",
         f"training.collective_memory={policy} needs CUDA: on CPUs no allocator waits for streams; leave it out",
     )
+    require_offload_on(config, device)
+    require_float8_on(config, device)
+    require_compilation_on(config, device)
+
+
+def require_offload_on(config: Trainer.Config, device: str) -> None:
+    """Raises `UsageError` on CPUs, also where nothing is run and so nothing else is asked of the machine."""
     _require(
         device == "cuda" or not config.training.cpu_offload,
         "training.cpu_offload=true needs CUDA: on CPUs parameters are in host memory already; leave it out",
     )
-    require_float8_on(config, device)
-    require_compilation_on(config, device)
 
 
 def validate_rehearsal(config: Trainer.Config) -> None:

@@ -345,6 +345,18 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
     validate_device(Trainer.Config(compile=Compile.Config(loss=True, backend="aot_eager")), "cpu")
 
 
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_variable_that_turns_compilation_off_is_told_before_anything_starts(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    for part in ("blocks", "loss"):
+        compiled = Compile.Config(backend="aot_eager", **{part: True})
+        with pytest.raises(UsageError, match=f"compile.{part}=true: {name}=1 turns torch.compile off; unset it"):
+            validate_device(Trainer.Config(compile=compiled), "cuda")
+    validate_device(Trainer.Config(), "cuda")
+    monkeypatch.setenv(name, "0")
+    validate_device(Trainer.Config(compile=compiled), "cuda")
+
+
 def test_sequence_of_any_length_without_sequence_parallel():
     parallelism = Parallelism.Config(tp=4, sequence_parallel=False)
 

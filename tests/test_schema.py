@@ -72,8 +72,9 @@ def test_manifest_and_rank():
         *("mode", "world_size", "recorded_ranks", "config", "versions"),
     ]
     assert checked_manifest(Path("manifest.json"), {"world_size": 10**9})[0] == {}
-    kept, errors = checked_rank(Path("ranks/rank0.json"), {"pid": "1", "device": "cpu", "end_state": None})
-    assert (kept, len(errors)) == ({"end_state": None}, 2)
+    rank = {"pid": "1", "device": "cpu", "end_state": None, "environment_before": {"NCCL_ALGO": 7}}
+    kept, errors = checked_rank(Path("ranks/rank0.json"), rank)
+    assert (kept, len(errors)) == ({"end_state": None}, 3)
 
 
 def test_missing_ranks_are_named_up_to_a_few():

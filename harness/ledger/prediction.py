@@ -21,7 +21,7 @@ from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Instant, Line
-from harness.validation import validate_device
+from harness.validation import require_offload_on
 
 SCHEMA_VERSION = 1
 
@@ -147,8 +147,7 @@ def predict(
     `Trainer.Config.validate` does, and for a workload that is no training.
     """
     config.validate()
-    if config.training.cpu_offload:
-        validate_device(config, target)
+    require_offload_on(config, target)
     if config.compile.blocks and config.float8.recipe != "none":
         raise UsageError("the ledger does not know what compiled layers (compile.blocks) keep of float8 products")
     if config.workload != "training":

@@ -34,6 +34,7 @@ ENVIRONMENT_PREFIXES = (
     "NVIDIA_",
     "OMP_",
     "PYTORCH_",
+    "TORCHDYNAMO_",
     "TORCHELASTIC_",
     "TORCHINDUCTOR_",
     "TORCH_",

@@ -201,12 +201,15 @@ def test_layout_that_cannot_be_starts_nothing(tmp_path):
 def test_environment_of_the_ranks_is_explicit(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "secret")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("CXX", "clang++")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     environment = build_environment(processes=10_000, overrides={"NCCL_ALGO": "Ring"})
 
     assert "SOME_TOKEN" not in environment
     assert environment["NCCL_DEBUG"] == "WARN"
+    assert (environment["CXX"], environment["TORCHDYNAMO_DISABLE"]) == ("clang++", "1")
     assert environment["NCCL_ALGO"] == "Ring"
     assert environment["OMP_NUM_THREADS"] == "1"
 

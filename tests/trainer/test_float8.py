@@ -17,6 +17,7 @@ from harness.cli import main
 from harness.config import Checkpoint, Decoder, Parallelism, Pipeline, Recorder, Trainer, Training, Window
 from harness.errors import UnavailableError, UsageError
 from harness.float8 import LINEARS, Float8, Recipe, conversion
+from harness.ledger import predict
 from harness.trainer import float8 as implementation
 from harness.trainer.float8 import convert_linears
 from harness.trainer.model.decoder import Decoder as Model
@@ -172,6 +173,9 @@ def test_without_torchao_the_command_for_it_is_said(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnavailableError, match=r"needs torchao: pip install 'meshscope\[float8\]'"):
         validate_device(configuration(), "cpu")
     validate_device(replace(configuration(), float8=Float8.Config()), "cpu")
+    offloaded = configuration()
+    offloaded.training.cpu_offload = True
+    assert predict(offloaded, "cuda").host_copies  # which needs nothing of this machine
 
 
 def test_a_gpu_that_cannot_multiply_float8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def pending_by_site(device: Device, timeline: Timeline, lives: Lives) -> tuple[l
     if most <= 0:
         return [], None
     index = int(allocations[pending.argmax()])
-    waiting = [block for block in lives.blocks if _is_pending(block, index)]
+    waiting = [*lives.pending_throughout, *(block for block in lives.blocks if _is_pending(block, index))]
     time_us = None if timeline.time_us is None else int(timeline.time_us[index])
     return _shares(waiting, block_site, most), time_us
 

@@ -8,7 +8,7 @@ Allocated and active are in requested bytes (events record no other size), reser
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -90,9 +90,11 @@ class BlockLife:
 
 @dataclass(slots=True)
 class Lives:
-    """Every block the history or the final segments know, and what did not add up."""
+    """Every block the history or the final segments know, and what did not add up. `pending_throughout`: freed before
+    the history, and not reusable at its end."""
 
     blocks: list[BlockLife]
+    pending_throughout: list[BlockLife] = field(default_factory=list)
     unknown_frees: int = 0
     unfreed_reuses: int = 0
     missing_at_end: int = 0
@@ -221,7 +223,9 @@ def _join_final_blocks(
                 life.held_as = device.holders[first].category
         elif block.state in PENDING_STATES:
             freed = pending.get((block.address, block.stream))
-            if freed is not None and freed.allocated_at is None:
+            if freed is None:
+                lives.pending_throughout.append(BlockLife(block.requested_size, block.stream, block.frames, ""))
+            elif freed.allocated_at is None:
                 freed.frames = block.frames
     lives.missing_at_end = len(live) - found
 

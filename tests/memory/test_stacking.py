@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.memory.device import analyse_device, stacking_json
-from harness.memory.frames import NO_STACK, allocation_site
+from harness.memory.frames import BEFORE_HISTORY, NO_STACK, allocation_site
 from harness.memory.snapshot import parse_snapshot
 from harness.memory.stacking import SiteStacking, Stacking
 
@@ -21,6 +21,27 @@ def stacking_of(allocator: Allocator, cut: int = 0) -> Stacking:
     content["device_traces"][allocator.device] = content["device_traces"][allocator.device][cut:]
     [device] = parse_snapshot(content).devices
     return analyse_device(device).stacking
+
+
+def test_what_was_pending_before_the_history_and_still_is_has_a_name() -> None:
+    """Nothing completes: what is freed before the window and after it begins waits alike."""
+    allocator = Allocator()
+    before = allocator.alloc(1000, frame("gather"))
+    allocator.request(before)
+    cut = len(allocator.events)
+    within = allocator.alloc(500, frame("multiply"))
+    allocator.request(within)
+    allocator.alloc(2000, frame("other"))
+    content = snapshot_of(allocator)
+    content["device_traces"][0] = content["device_traces"][0][cut:]
+    content["segments"][0]["blocks"][0]["frames"] = []  # as a real one, whose history began after its allocation
+    [device] = parse_snapshot(content).devices
+
+    found = analyse_device(device)
+
+    sites = [(share.name, share.blocks, share.bytes) for share in found.pending]
+    assert sites == [(BEFORE_HISTORY, 1, 1000), ("/home/me/train.py:7:multiply", 1, 500)]
+    assert found.stacking.max_pending_bytes == 1500
 
 
 def test_an_allocation_between_request_and_completion_makes_it_stacked() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import MeshscopeError
+from harness.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, MeshscopeError
 from harness.recording import read_json, write_json
 from harness.sources import find_sources
 from harness.trace import analyse
@@ -47,7 +47,8 @@ def trim(source: Path, target: Path, snapshots: set[int], names: Sequence[tuple[
     for path in filter(Path.is_file, target.rglob("*")):
         path.write_bytes(_renamed(path.read_bytes(), names))
     for pickle in source.glob(SNAPSHOTS):
-        if int(pickle.name.split("_")[0]) in snapshots:
+        rank = pickle.name.split("_")[0]
+        if rank.isdecimal() and int(rank) in snapshots:
             content = pickle.read_bytes()
             plain = gzip.decompress(content) if pickle.suffix == ".gz" else content
             place = target / pickle.relative_to(source)
@@ -111,18 +112,22 @@ def main() -> int:
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there already: name a new folder")
-    problem: str | None = "interrupted"
+    if args.out.resolve().is_relative_to(args.recording.resolve()):
+        parser.error(f"{args.out} is within {args.recording}, which would be copied into itself: name another folder")
+    problem: str | None = None
+    code = EXIT_FAILED
     try:
         trim(args.recording, args.out, args.snapshots, args.replace)
         problem = None if overlap(args.recording) == overlap(args.out) else "its overlap would not be the same"
     except (OSError, EOFError, ValueError, zlib.error, RecursionError, MeshscopeError) as error:
         problem = str(error)
-    finally:
-        if problem:
-            shutil.rmtree(args.out, ignore_errors=True)
-    if problem:
-        print(f"{args.recording}: {problem}; nothing is written", file=sys.stderr)
-    return 3 if problem else 0
+    except KeyboardInterrupt:
+        problem, code = "interrupted", EXIT_INTERRUPTED
+    if problem is None:
+        return EXIT_OK
+    shutil.rmtree(args.out, ignore_errors=True)
+    print(f"{args.recording}: {problem}; nothing is written", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,4 +109,30 @@ def test_what_cannot_be_trimmed_is_said(tmp_path, pattern, content):
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
     assert line.endswith("nothing is written")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recording_is_not_trimmed_into_itself(tmp_path):
+    shutil.copytree(RECORDED / "h200x2_fsdp2", tmp_path / "run")
+    out = tmp_path / "run" / "profiling" / "small"
+    command = [sys.executable, ROOT / "runs" / "trim.py", tmp_path / "run", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "copied into itself" in done.stderr.splitlines()[-1]
+    assert not out.exists()
+
+
+def test_an_interrupted_trimming_leaves_nothing(tmp_path):
+    """Its trace is a pipe that nobody writes: the interrupt comes while it is read."""
+    shutil.copytree(RECORDED / "h200x2_fsdp2", tmp_path / "run")
+    trace = next((tmp_path / "run").rglob("*_trace.json.gz"))
+    trace.unlink()
+    os.mkfifo(trace)
+    command = [sys.executable, ROOT / "runs" / "trim.py", tmp_path / "run", tmp_path / "out"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, open(trace, "wb"):  # once it reads
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (line,) = said.splitlines()
+    assert line.endswith("interrupted; nothing is written")
     assert not (tmp_path / "out").exists()

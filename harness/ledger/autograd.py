@@ -132,7 +132,7 @@ class Graph:
                     kept.append((node, result))
                     continue
                 if result is not None:
-                    arrived[below] = self._sum(arrived.pop(below), result) if below in arrived else result
+                    arrived[below] = self._sum(arrived.pop(below), result, kept) if below in arrived else result
                 del result
                 missing[below] -= 1
                 if missing[below] == 0 and below in arrived:
@@ -156,8 +156,10 @@ class Graph:
                     below.backward(result)
             del results
 
-    def _sum(self, first: Gradient, second: Gradient) -> Gradient:
-        if self.sums_in_place and not first.is_view:
+    def _sum(self, first: Gradient, second: Gradient, kept: list[Kept]) -> Gradient:
+        """In place only where nobody else holds the first."""
+        is_held = first.is_view or any(one.storage is first.storage for _, one in kept)
+        if self.sums_in_place and not is_held:
             return first
         return Gradient(self.tape.allocate(first.storage.category, first.storage.size))
 

@@ -56,9 +56,15 @@ class Sharding:
     def new(self, category: str, coefficient: int, monomial: str) -> Storage:
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
 
-    def new_resident(self, category: str, coefficient: int, monomial: str) -> Storage:
+    def new_reduced(self, category: str, coefficient: int, monomial: str) -> Storage:
+        """What stays as it comes from a stream that allocates nothing else: the rest of its segment stays with it."""
+        size = self.quantities.size(coefficient, monomial)
+        return self.tape.allocate(category, size, remainder=self.tape.unsplit(size.bytes))
+
+    def new_resident(self, category: str, coefficient: int, monomial: str, *, remainder: int = 0) -> Storage:
         """Of the shards: parameters, their gradients, optimizer states."""
-        return (self.host or self.tape).allocate(category, self.quantities.size(coefficient, monomial))
+        tape = self.host or self.tape
+        return tape.allocate(category, self.quantities.size(coefficient, monomial), remainder=remainder)
 
     def set_prefetch(self, depth: int | Literal["default"], *, first: Unit) -> None:
         """Whom each unit gathers ahead; units are in the order in which their forward ends, which `first` begins."""
@@ -87,13 +93,20 @@ class Unit:
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         sharding.units.append(self)
-        self.shard = sharding.new_resident("parameters", 4, f"{symbol}/W")
+        self.shard = sharding.new_resident("parameters", 4, f"{symbol}/W", remainder=self._unsplit())
         self.sharded_gradients: dict[str, Storage] = {}
         self.gathered: Storage | None = None
         self.unsharded: list[Storage] = []
         self.gradients: dict[str, Gradient] = {}
         self.accumulated: dict[str, Storage] = {}
         self.all_reduce_state: Storage | None = None
+
+    def _unsplit(self) -> int:
+        """Parameters are allocated one by one, before anything else was freed."""
+        shared = self.sharding
+        return sum(
+            (shared.host or shared.tape).unsplit(4 * p.padded(shared.shards) // shared.shards) for p in self.parameters
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The unsharded parameters as leaves; their gradients come to this unit."""
@@ -187,14 +200,16 @@ class Unit:
         new = [parameter.name for parameter in present if parameter.name not in self.sharded_gradients]
         stays = bool(new) and shared.host is None
         category = "gradients" if stays and shared.reduce_element == 4 else "reduce-scatter output"
-        reduced = shared.new(category, shared.reduce_element, f"{symbol}/W")
+        # One that went before the others came would be split for them.
+        new_reduced = shared.new_reduced if stays and (shared.reduce_element == 4 or shared.replicated) else shared.new
+        reduced = new_reduced(category, shared.reduce_element, f"{symbol}/W")
         if shared.shards == 1:
             divided = shared.new("reduce-scatter input", shared.reduce_element, symbol)
             del divided
         all_reduced = reduced if shared.replicated else None
         if shared.reduce_element != 4:
             category = "gradients" if stays else "reduce-scatter output"
-            reduced = shared.new(category, 4, f"{symbol}/W")
+            reduced = new_reduced(category, 4, f"{symbol}/W")
         if shared.host is not None:
             reduced = shared.new_resident("gradients" if new else "gradients to add", 4, f"{symbol}/W")
         self.sharded_gradients.update(dict.fromkeys(new, reduced))

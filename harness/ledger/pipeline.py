@@ -9,7 +9,8 @@ What is held when, from torch/distributed/pipelining (stage.py, schedules.py:_Pi
   (ProcessGroupNCCL::pointToPoint), so that it is freed as if it had not been sent, though not reused at once.
 - Gradients of parameters are added up whole, in the dtype of the reduction, until REDUCE_GRAD.
 - After I, whose graph W still needs, everything from the first weight on stays, and with it the gradient that arrived
-  at each weight; the gradients of the inputs stay with these (`inp.grad`) until the next pass.
+  at each weight, into which autograd then adds no other (input_buffer.cpp); the gradients of the inputs stay with these
+  (`inp.grad`) until the next pass.
 """
 
 from __future__ import annotations

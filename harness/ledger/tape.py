@@ -49,6 +49,8 @@ class Storage:
 
 
 ROUNDING = "allocator rounding"
+OWN_SEGMENT_BYTES, SEGMENT_MULTIPLE_BYTES, UNSPLIT_BYTES = 10 << 20, 2 << 20, 1 << 20
+"""c10/cuda/CUDACachingAllocator.cpp kMinLargeAlloc, kRoundLarge, and kSmallSize as `should_split` has it."""
 
 
 class Tape:
@@ -76,13 +78,12 @@ class Tape:
         """What follows belongs to `instant` again, which others had interrupted."""
         self.now = instant
 
-    def allocate(self, category: str, size: Size) -> Storage:
-        rounded = -(-size.bytes // self.granule) * self.granule
+    def allocate(self, category: str, size: Size, *, remainder: int = 0) -> Storage:
+        """remainder: bytes that the allocator hands out with it (`unsplit`)."""
+        rounded = self._rounded(size.bytes) + remainder
         self._add(category, size.coefficient, size.monomial, size.bytes)
         if rounded != size.bytes:
-            self._add(
-                ROUNDING, rounded - size.bytes, f"B: blocks are multiples of {self.granule} B", rounded - size.bytes
-            )
+            self._round(rounded - size.bytes)
         if self.now is not None and self.total > self.now.bytes:
             self.now.bytes, self.now.categories = self.total, dict(self.bytes_of)
         return Storage(self, category, size, rounded)
@@ -91,8 +92,23 @@ class Tape:
         size = storage.size
         self._add(storage.category, -size.coefficient, size.monomial, -size.bytes)
         if storage.rounded != size.bytes:
-            less = size.bytes - storage.rounded
-            self._add(ROUNDING, less, f"B: blocks are multiples of {self.granule} B", less)
+            self._round(size.bytes - storage.rounded)
+
+    def unsplit(self, size: int) -> int:
+        """What remains of a segment that the CUDA allocator makes for `size` bytes and does not split off: 0 to 1 MiB.
+
+        That is certain of what never meets a larger free block of its stream: elsewhere that one is split instead.
+        """
+        block = self._rounded(size)
+        remainder = -block % SEGMENT_MULTIPLE_BYTES
+        is_kept = self.granule > 1 and block >= OWN_SEGMENT_BYTES and remainder <= UNSPLIT_BYTES
+        return remainder if is_kept else 0
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.granule) * self.granule
+
+    def _round(self, size: int) -> None:
+        self._add(ROUNDING, size, f"B: blocks of multiples of {self.granule} B, some with the rest of a segment", size)
 
     def _add(self, category: str, coefficient: int, monomial: str, size: int) -> None:
         self.total += size

@@ -5,10 +5,12 @@ checkpointing (AC) and our own trainer's were predicted before they were looked 
 attention falls back to plain operators, which no snapshot showed, and two of their temporaries were settled by this row
 (see `Operators._attention_math`).
 Rows marked `held_out` are of HSDP, tied embeddings, accumulation and deterministic kernels; what was predicted for them
-was kept before the first was measured, and nothing was changed after.
+was kept before the first was measured. One rule came after all of them and changed most by up to 0.6 %: what the
+allocator leaves unsplit of parameters' and gradients' segments (`Tape.unsplit`). The runs of real ranks showed it, and
+that gradients which W waits for are not summed in place (`Graph._sum`).
 
-What the ledger leaves out makes it predict too little, never too much: the allocator hands out a large block whole
-if what would remain of it is at most 1 MiB.
+What the ledger leaves out makes it predict too little, never too much: of other memory, too, the allocator hands out a
+large block whole if what would remain of it is at most 1 MiB.
 """
 
 from __future__ import annotations
@@ -26,20 +28,12 @@ from harness.ledger import Implementation, predict
 from harness.ledger.tape import Instant
 
 GIB = 2**30
-MEASURED = json.loads((Path(__file__).parent / "h200_peaks.json").read_text())["runs"]
+PEAKS = json.loads((Path(__file__).parent / "h200_peaks.json").read_text())
+MEASURED, REAL = PEAKS["runs"], PEAKS["real"]["runs"]
 
 TOLERANCE_PCT = 0.12
-UNSPLIT_PCT = {
-    "fsdp4tp2_4L": 1.1,
-    "1b_hsdp2x4_reduce_bf16_short": 0.8,
-    "1b_tied_fsdp8_short": 0.8,
-    "1b_tied_fsdp2tp4_short": 0.8,
-    "1b_fsdp2tp4_short": 0.8,
-    "1b_fsdp8_accumulate4": 0.8,
-    "1b_all_together": 0.8,
-}
-"""About 20 MiB of unsplit remainders. The first is small. In the others each layer's reduced gradients, an eighth of
-60,821,504 parameters in float32 or a quarter in bfloat16, are 1,022 KiB short of the 30 MiB that they get, 16 times."""
+UNSPLIT_PCT = {"fsdp4tp2_4L": 0.4, "1b_tied_fsdp2tp4_short": 0.2, "1b_fsdp2tp4_short": 0.2}
+"""Up to 6 MiB of unsplit remainders, where few tokens make a small peak."""
 
 
 @pytest.mark.parametrize("run", MEASURED, ids=[run["name"] for run in MEASURED])
@@ -54,6 +48,20 @@ def test_own_trainer(run: dict[str, Any]) -> None:
         (phase(memory.timeline, "backward"), run["steady_phase_peak_allocated_bytes"]["backward"]),
     ):
         assert -tolerance <= 100 * (predicted - measured) / measured <= 0
+
+
+@pytest.mark.parametrize("run", REAL, ids=[run["name"] for run in REAL])
+def test_real_ranks(run: dict[str, Any]) -> None:
+    """The rest of 0.1 %: optimizer states and logits in blocks that were not split."""
+    ranks = predict(from_dict(run["config"]), "cuda").ranks
+    assert sorted(rank for peaks in run["peaks"] for rank in peaks["ranks"]) == [memory.rank for memory in ranks]
+    for peaks in run["peaks"]:
+        for rank in peaks["ranks"]:
+            for predicted, measured in (
+                (ranks[rank].peak_allocated_bytes, peaks["steady_peak_allocated_bytes"]),
+                (ranks[rank].first_step_peak_allocated_bytes, peaks["first_step_peak_allocated_bytes"]),
+            ):
+                assert -0.1 < 100 * (predicted - measured) / measured <= 0
 
 
 def phase(timeline: list[Instant], name: str) -> int:
@@ -95,9 +103,9 @@ class Recorded:
 RECORDED = [
     Recorded("h200x2_fsdp2_connections_unset", 2, 1, 8, 32000, 8192, 2, 22.3726),
     Recorded("h200x2_tp2", 1, 2, 8, 32000, 8192, 2, 14.4543),
-    Recorded("h200_fsdp4_tp2", 4, 2, 4, 32000, 1024, 1, 1.1319, tolerance_pct=0.5),
+    Recorded("h200_fsdp4_tp2", 4, 2, 4, 32000, 1024, 1, 1.1319, tolerance_pct=0.35),
     Recorded("h200_fsdp2_tp2", 2, 2, 8, 32000, 2048, 2, 4.5692),
-    Recorded("h200_llama1b_untied_fsdp4_tp2", 4, 2, 16, 128256, 2048, 1, 6.2178, tolerance_pct=0.15),
+    Recorded("h200_llama1b_untied_fsdp4_tp2", 4, 2, 16, 128256, 2048, 1, 6.2178),
     Recorded("rehearsed, FSDP4 x TP2, 1B", 4, 2, 16, 128256, 8192, 2, 32.8809, first_step_gib=31.4525),
     Recorded("h200_fsdp4_ac", 4, 1, 8, 32000, 2048, 2, 3.7763, checkpointing="full"),
     Recorded(
@@ -126,6 +134,13 @@ def accuracy() -> list[tuple[str, float, float, str]]:
         memory = predict(from_dict(run["config"]), "cuda").ranks[0]
         measured = run["steady_peak_allocated_bytes"] / GIB
         found.append((run["name"], memory.peak_allocated_bytes / GIB, measured, memory.at))
+    for run in REAL:
+        ranks = predict(from_dict(run["config"]), "cuda").ranks
+        for peaks in run["peaks"]:
+            memory = ranks[peaks["ranks"][0]]
+            name = f"{run['name']}, {'ranks' if peaks['ranks'][1:] else 'rank'} {', '.join(map(str, peaks['ranks']))}"
+            measured = peaks["steady_peak_allocated_bytes"] / GIB
+            found.append((name, memory.peak_allocated_bytes / GIB, measured, memory.at))
     for row in RECORDED:
         memory = predict(row.config(), "cuda", OTHER_TRAINER).ranks[0]
         found.append((row.name, memory.peak_allocated_bytes / GIB, row.peak_gib, memory.at))

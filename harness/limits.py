@@ -11,8 +11,8 @@ from harness.errors import UsageError
 
 LARGEST = 10**12
 """More than any size, count or time in a configuration; products of a few still fit what counts bytes."""
-LARGEST_OF = {"world_size": 131_072, "model.n_layers": 10_000}
-"""What is looped over, one by one, to predict memory; larger than any cluster and any model."""
+LARGEST_OF = {"world_size": 131_072, "model.n_layers": 10_000, "training.accumulation_steps": 10_000}
+"""What is looped over, one by one, to predict memory; larger than any cluster, model and step."""
 SEEDS = range(-(2**63), 2**64)
 """What torch.manual_seed takes."""
 MAY_BE_INFINITE = frozenset({"training.max_norm"})  # gradients are then not clipped

@@ -261,6 +261,10 @@ IMPOSSIBLE = [
         )
     ),
     ({"training": Training.Config(loss_chunks=0)}, "training.loss_chunks=0 must be at least 1"),
+    (
+        {"training": Training.Config(accumulation_steps=10**9)},
+        "training.accumulation_steps=1000000000 must be at most 10,000",
+    ),
     ({"training": Training.Config(loss_chunks=3)}, "1/1, is not divisible by training.loss_chunks=3"),
     (
         {"world_size": 2, "parallelism": Parallelism.Config(tp=2), "training": Training.Config(loss_chunks=256)},

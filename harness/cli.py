@@ -23,11 +23,15 @@ from harness.errors import (
 )
 from harness.text import one_line
 
+DESCRIPTION = (
+    "What each rank's memory and communication did in a distributed PyTorch training run, what it should have done, "
+    "and whether a setting changes it."
+)
 # Command -> what `meshscope --help` says. The module is harness.commands.<command>.
 COMMANDS = {
     "run": "start the ranks of a run on this machine and record them",
     "report": "everything about a recording: steps, memory, communication, life of a parameter, prediction beside it",
-    "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension",
+    "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension, FSDP unit",
     "memory": "peaks, stacking and composition of allocator snapshots",
     "ledger": "predicted memory and communication of a run, next to what a recording of it measured",
     "compare": "one recording against another: what changed, what the runs differ in, and bounds for CI",
@@ -59,7 +63,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser with the arguments of `command` only, so that no other command's imports are paid."""
-    parser = OneLineParser(prog="meshscope", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="meshscope", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"meshscope {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():

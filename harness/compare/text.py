@@ -11,7 +11,7 @@ from harness.compare.runs import Comparison, MetricComparison
 from harness.text import printable, quantity, signed_percent, table
 
 VALUE_SHOWN = 60
-SIGN = {"better": "better", "worse": "WORSE", "no difference": "same", "inconclusive": "undecided"}
+SIGN = {"better": "better", "worse": "WORSE", "no difference": "same", "inconclusive": "inconclusive"}
 
 
 def render(comparison: Comparison, gate: list[GateResult]) -> str:
@@ -44,10 +44,9 @@ def markdown(comparison: Comparison, gate: list[GateResult]) -> str:
         lines += ["", "| gate | | |", "|---|---|---|"]
         lines += [f"| {_code(item.bound)} | {_bold(_state(item))} | {_cell(item.reason)} |" for item in gate]
     if comparison.differences:
-        count = len(comparison.differences)
         lines += [
             "",
-            f"<details><summary>The runs differ in {count} things</summary>",
+            f"<details><summary>What the runs differ in: {len(comparison.differences)}</summary>",
             "",
             "| | A | B |",
             "|---|---|---|",

@@ -46,8 +46,8 @@ TIMEOUT_S = 300.0
 GRACE_S = 15.0
 POLL_S = 0.1
 FAILED_S = 60.0
-"""A rank that wrote why it failed and has not ended after so long never will: it waits for the device, and that for
-ranks which wait for it."""
+"""A rank that wrote why it failed, writes to no checkpoint and has not ended after so long never will: it waits for the
+device, and that for ranks which wait for it."""
 
 # What the ranks are given of this process's environment; the rest (tokens among it) stays here.
 # fmt: off
@@ -337,7 +337,9 @@ def _follow(
         if time.monotonic() - looked > min(FAILED_S, 5):
             looked = time.monotonic()
             if failed := first_failure(directory, older_than_s=FAILED_S):
-                return failed
+                before, written = written, written_bytes(directory)
+                if written == before:
+                    return failed
         time.sleep(POLL_S)
     return None
 

@@ -46,8 +46,7 @@ TIMEOUT_S = 300.0
 GRACE_S = 15.0
 POLL_S = 0.1
 FAILED_S = 60.0
-"""A rank that wrote why it failed, writes to no checkpoint and has not ended after so long never will: it waits for the
-device, and that for ranks which wait for it."""
+"""A rank that failed, writes to no checkpoint and has not ended after so long waits for peers that wait for it."""
 
 # What the ranks are given of this process's environment; the rest (tokens among it) stays here.
 # fmt: off

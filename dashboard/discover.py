@@ -109,6 +109,7 @@ def find_runs(root: Path) -> tuple[list[Run], bool]:
         folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in OWN_FOLDERS and is_text(n))
         if is_experiment(here):
             found[here] = run_at(root, name_below(root, here))
+            folders[:] = [name for name in folders if name == "trials"]  # beside them, queues/ is no run
         elif is_recording(here):
             found[here] = run_at(root, name_below(root, here))
             folders.clear()

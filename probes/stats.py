@@ -26,6 +26,7 @@ from scipy.special import chdtri, stdtr, stdtrit  # type: ignore[import-untyped]
 
 from harness.compare.metrics import Better
 from harness.compare.runs import Verdict
+from harness.text import size
 from probes.inference import MOST_PAIRS, POWER, detectable_effect, needed_pairs, permutation_p, sign_flip_p
 
 Scale = Literal["ratio", "points", "bytes"]
@@ -244,7 +245,7 @@ class _Frame:
         effect, note = difference(self.a, self.b, self.scale), "exact: all trials of an arm agree"
         if abs(effect) >= self.threshold:
             return self._comparison(self._direction(effect), (note,), effect, (effect,) * 4, exact=True)
-        notes = (note, f"detectable but negligible: {self._within()}") if effect else (note,)
+        notes = (note, f"detectable but negligible: within ±{self._amount()}") if effect else (note,)
         return self._comparison("no difference", notes, effect, (effect,) * 4, exact=True)
 
     def undecided(self, note: str) -> Comparison:
@@ -266,20 +267,22 @@ class _Frame:
         if max(-inner_low, inner_high) < self.threshold:
             verdict = "no difference"
             if real:
-                notes.append(f"detectable but negligible: {self._within()}")
+                notes.append(f"detectable but negligible: within ±{self._amount()}")
             elif max(-low, high) >= self.threshold:
-                notes.append(f"two one-sided tests: {inner_low:+.3g} to {inner_high:+.3g} is {self._within()}")
+                notes.append(f"two one-sided tests: {inner_low:+.3g} to {inner_high:+.3g} is within ±{self._amount()}")
         elif real and exact_p <= alpha:
             verdict = self._direction(effect)
             if abs(effect) < self.threshold:
-                notes.append(f"the estimate is {self._within()}, its interval is not: the effect may not matter")
+                notes.append(
+                    f"the estimate is within ±{self._amount()}, its interval is not: the effect may not matter"
+                )
         else:
             needed = self._needed(sd)
             if real and least_p > alpha:
                 notes.append(f"too few runs: the exact test cannot reach p ≤ {alpha:.2g} (at best {least_p:.2g})")
             elif real:
                 notes.append(f"t test and exact test disagree (p {p_value:.2g} and {exact_p:.2g}): see the single runs")
-            notes.append(f"about {needed:,} pairs would find {self.threshold:,.4g} {UNITS[self.scale]}")
+            notes.append(f"about {needed:,} pairs would find {self._amount()}")
         found = self._comparison(verdict, tuple(notes), effect, bounds)
         return replace(found, sd=sd, p_value=p_value, sign_flip_p=exact_p, needed_pairs=needed)
 
@@ -345,8 +348,8 @@ class _Frame:
         share = 100 * effect / self.a if self.a else math.inf
         return share if math.isfinite(share) else None
 
-    def _within(self) -> str:
-        return f"within ±{self.threshold:,.4g} {UNITS[self.scale]}"
+    def _amount(self) -> str:
+        return size(int(self.threshold)) if self.scale == "bytes" else f"{self.threshold:,.4g} {UNITS[self.scale]}"
 
 
 def _checked(metric: str, arm: str, values: Sequence[float], scale: Scale) -> Floats:

@@ -73,6 +73,13 @@ def test_why_the_ranks_of_the_pipeline_are_idle():
     assert "stage 1 takes" in idle.advice
 
 
+def test_the_peak_of_the_pipeline_is_that_of_the_rank_with_a_snapshot():
+    report = build(RECORDED / "h200x2_1b_pp2")
+    (peak,) = [finding for finding in report.findings if finding.title.startswith("Memory peaks")]
+    assert peak.where == "rank 0"
+    assert peak.evidence["peak_allocated_bytes"] == report.ranks[0]["peak_allocated_bytes"]
+
+
 def test_all_of_it_is_small():
     assert len(NAMES) >= 5
     assert sum(path.stat().st_size for path in RECORDED.rglob("*") if path.is_file()) <= LIMIT_BYTES

@@ -86,11 +86,11 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def few_numbers(axis: Axis) -> None:
-    """Ticks that do not reach into the picture beside."""
+def few_numbers(axis: Axis, most: int) -> None:
+    """At most `most` ticks, which do not reach into one another or the picture beside."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(nbins=6, prune="both"))
+    axis.set_major_locator(MaxNLocator(nbins=most, prune="both"))
 
 
 def svg(figure: Figure, name: str, alt: str) -> Html:

@@ -180,16 +180,18 @@ def peak(report: Report) -> Iterator[Finding]:
     ranked = [item for item in report.ranks if item["peak_allocated_bytes"]]
     evidence: dict[str, Any] = {}
     phase, where = None, ""
+    composed = [(rank, device) for rank, device in devices(report) if device["peak_composition"]]
+    rank, device = max(composed, key=lambda pair: pair[1]["peak_allocated_bytes"] or 0, default=(None, {}))
     if ranked:
-        top = max(ranked, key=lambda item: item["peak_allocated_bytes"])
+        # Of the rank whose composition is known: only some may have a snapshot.
+        same_rank = [item for item in ranked if item["rank"] == rank]
+        top = max(same_rank or ranked, key=lambda item: item["peak_allocated_bytes"])
         phases = top["peak_allocated_bytes_by_phase"]
         phase = max(phases, key=lambda name: phases[name]) if phases else None
         evidence["peak_allocated_bytes"] = top["peak_allocated_bytes"]
         where = f"rank {top['rank']}"
-    composed = [(rank, device) for rank, device in devices(report) if device["peak_composition"]]
     parts: list[tuple[str, int]] = []
     if composed:
-        rank, device = max(composed, key=lambda pair: pair[1]["peak_allocated_bytes"] or 0)
         parts = [(share["category"], share["bytes"]) for share in device["peak_composition"]]
         evidence["peak_requested_bytes"] = device["peak_allocated_bytes"]
         where, basis = ranks_text([rank]), "measured, requested bytes"

@@ -182,7 +182,7 @@ def _draw_window(axes: Axes, life: Lifetime, lines: Sequence[str], window: Windo
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
     axes.axhline(len(lines), color=INK, linewidth=0.5, alpha=0.5)
-    few_numbers(axes.xaxis)
+    few_numbers(axes.xaxis, most=10 // of)
     axes.set_xlabel(f"ms of the step: {window.name}")
 
 

@@ -103,6 +103,15 @@ def test_names_that_are_no_text_cost_only_themselves(open_page, places, page):
     assert page != "overview" or "rename it" in app.error[0].value
 
 
+def test_queues_of_an_experiment_are_no_traces(places):
+    experiment = places[0] / "probe"
+    (experiment / "queues").mkdir(parents=True)
+    for name in ("experiment.json", "queues/unset.json"):
+        (experiment / name).write_text("{}")
+    shutil.copytree(places[0] / "run", experiment / "trials" / "00-unset")
+    assert [run.name for run in find_runs(places[0])[0]] == ["probe", "probe/trials/00-unset", "run"]
+
+
 def test_search_ends(places, monkeypatch):
     monkeypatch.setattr(discover, "FOLDERS_SEARCHED", 1)
     assert find_runs(places[0]) == ([], False)

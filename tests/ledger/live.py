@@ -62,24 +62,24 @@ class Live(TorchDispatchMode):
         self.peak = self.now()
         self.sent.clear()
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage was not known."""
         for name in ("_local_tensor", "elem", "_data"):
             tensor = getattr(tensor, name, tensor)
         storage = tensor.untyped_storage()
         known = self.references.get(storage._cdata)
-        if storage.device.type == "cpu" and (known is None or known() is None):
+        is_new = storage.device.type == "cpu" and (known is None or known() is None)
+        if is_new:
             self.references[storage._cdata] = weakref.ref(storage)
+        return is_new
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t.__name__ in WRAPPERS for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if _views(func):
-            return result
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._see(value)
-        self.peak = max(self.peak, self.now())
+        seen = [self._see(value) for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        if any(seen) or not _views(func):
+            self.peak = max(self.peak, self.now())
         name = str(func).rsplit(".", 1)[0]
         if name in COLLECTIVES:
             self._count(COLLECTIVES[name], name, args, result)
@@ -95,8 +95,9 @@ class Live(TorchDispatchMode):
 
 @cache
 def _views(func: Any) -> bool:
-    """Whether an operator only looks at memory that is there in another way: half of all do, and none raises a peak."""
-    returns = func._schema.returns
+    """Whether an operator only looks at memory that is there in another way: half of all do, and none raises a peak,
+    but for those that hand over what no operator made (`lift_fresh`). Higher-order operators have no schema."""
+    returns = func._schema.returns if hasattr(func, "_schema") else ()
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 

@@ -67,6 +67,7 @@ def layout(
 ATTENTIVE = Decoder.Config(vocab_size=64, dim=128, n_layers=2, n_heads=8, n_kv_heads=8, ffn_dim=32)
 """Attention of long sequences is the peak of forward, backward or both."""
 DEEP = replace(MODEL, n_layers=8)
+DEEP_WIDE = replace(WIDE, n_layers=4)
 LAYERS = ("blocks",)
 FRONT, ENDS = ["tok_embeddings", "layers.0", "layers.1"], ["norm", "lm_head"]
 
@@ -188,6 +189,8 @@ CASES = {
         layout(1, 2, pp=2, schedule="Interleaved1F1B", model=DEEP, mixed_precision_param="float32"),
         0,
     ),
+    # Reductions, of two stages with micro-batches of their own, are the peak.
+    "pp2_interleaved_cp2": (layout(1, 1, cp=2, pp=2, schedule="Interleaved1F1B", model=DEEP_WIDE, seq_len=16), 3),
     "pp3_bfs_reduce_bf16": (
         layout(2, 1, pp=3, schedule="LoopedBFS", model=DEEP, mixed_precision_reduce="bfloat16"),
         2,

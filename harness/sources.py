@@ -29,10 +29,13 @@ SNIFF_BYTES = 4096
 
 TRACE_NAME = re.compile(r"\.json(\.gz)?$", re.IGNORECASE)
 SNAPSHOT_NAME = re.compile(r"\.(pickle|pkl)(\.gz)?$", re.IGNORECASE)
-# What a recording or a trainer keeps beside its traces; these names are never taken for input.
-OWN_FILES = frozenset({"manifest.json", "status.json", "config.json"})
+# What a recording, a trainer or an experiment keeps beside its traces; these names are never taken for input.
+OWN_FILES = frozenset(
+    f"{name}.json" for name in ("manifest", "status", "config", "surroundings", "experiment", "analysis", "build")
+)
 OWN_FOLDERS = frozenset({"__pycache__", "logs", "node_modules"})
 RECORDING_FOLDERS = frozenset({"ranks", "steps"})
+EXPERIMENT, EXPERIMENT_FOLDERS = "experiment.json", frozenset({"queues"})
 UNFINISHED = ".tmp"
 
 RANK_IN_NAME = (
@@ -161,7 +164,8 @@ def candidates(folder: Path, errors: list[InputError]) -> Iterator[Path]:
     found: list[Path] = []
     try:
         for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=False):
-            own = OWN_FOLDERS | RECORDING_FOLDERS if "manifest.json" in names else OWN_FOLDERS
+            own = OWN_FOLDERS | (RECORDING_FOLDERS if "manifest.json" in names else frozenset())
+            own |= EXPERIMENT_FOLDERS if EXPERIMENT in names else frozenset()
             folders[:] = [name for name in folders if not name.startswith(".") and name not in own]
             names = [name for name in names if not name.startswith(".") and name not in OWN_FILES]
             paths = (Path(parent, name) for name in names if not name.endswith(UNFINISHED))

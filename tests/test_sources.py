@@ -25,6 +25,19 @@ def names(files: list) -> list[str]:  # type: ignore[type-arg]
     return [file.path.name for file in files]
 
 
+def test_what_an_experiment_keeps_beside_its_trials_is_no_trace(tmp_path: Path) -> None:
+    for name in ("experiment.json", "analysis.json", "build.json", "queues/1.json"):
+        put(tmp_path / name, b"{}")
+    trial = tmp_path / "trials/00-1"
+    for name in ("surroundings.json", "manifest.json", "config.json"):
+        put(trial / name, b"{}")
+    put(trial / "profiling/traces/iteration_6/rank0_trace.json.gz", gzip.compress(TRACE))
+
+    found = find_sources(tmp_path)
+
+    assert (names(found.traces), found.errors) == (["rank0_trace.json.gz"], [])
+
+
 def test_a_recording(tmp_path: Path) -> None:
     for rank in (10, 2):
         put(tmp_path / f"profiling/traces/iteration_6/rank{rank}_trace.json.gz", gzip.compress(TRACE))

@@ -295,6 +295,8 @@ class Step:
         elementwise = self.compiled or ops
         gate = elementwise.silu(FEED_FORWARD, gate)
         up = self._linear("w3", FEED_FORWARD, gathered, weights, shape)
+        if self.compiled:  # a graph lets go of its values after their last use, no module holds its argument
+            del x, gathered
         hidden = elementwise.multiply(FEED_FORWARD, gate, up)
         del gate, up
         ops.is_last_part = self.compiled is not None and not keeps_last_product(self.config)

@@ -265,6 +265,17 @@ CASES = {
     "compiled_fp32": (layout(1, 1, compiled=LAYERS, seq_len=256, mixed_precision_param="float32"), 0),
     "compiled_tp2": (layout(2, 2, compiled=LAYERS, seq_len=256), 0),
     "compiled_selective_tp2": (layout(2, 2, compiled=LAYERS, seq_len=256, checkpointing="selective"), 0),
+    "compiled_selective_hsdp2x2_fp32": (
+        layout(
+            *(2, 1),
+            dp_replicate=2,
+            compiled=LAYERS,
+            seq_len=256,
+            checkpointing="selective",
+            mixed_precision_param="float32",
+        ),
+        0,
+    ),
     "compiled_full_every2": (layout(2, 1, compiled=LAYERS, seq_len=256, checkpointing="full", every=2), 0),
     "compiled_budget": (
         layout(1, 2, compiled=LAYERS, seq_len=256, checkpointing="memory_budget", memory_budget=0.5),

@@ -197,7 +197,7 @@ def test_reports_say_nothing_about_time_and_overlap(out):
     assert report["metrics"]["peak_allocated_bytes"] > 0
     page = (out.parent / "report.html").read_text()
     assert "communication did not happen" in page
-    assert page.count("a rehearsal has neither times nor communication") == 3
+    assert page.count("a rehearsal has neither times nor communication") == 4
 
     done = meshscope([*COMMAND, "overlap", str(out)], out.parent)
     assert done.returncode == 3

@@ -36,13 +36,13 @@ def test_figures_are_those_of_the_report(go):
 
 def test_filter_is_in_the_address(go):
     page = go("/")
-    page.get_by_label("Filter").fill("connections")
+    page.get_by_label("Filter").fill("connections_1")
     page.get_by_label("Filter").press("Enter")
     page.get_by_text(re.compile("^1 run of ")).wait_for()
-    page.wait_for_url(re.compile("q=connections"))
+    page.wait_for_url(re.compile("q=connections_1"))
     shared = page.url
     go(shared.removeprefix(re.match(r"https?://[^/]+", shared)[0]))
-    assert page.get_by_label("Filter").input_value() == "connections"
+    assert page.get_by_label("Filter").input_value() == "connections_1"
     page.get_by_text(re.compile("^1 run of ")).wait_for()
 
 

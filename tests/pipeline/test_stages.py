@@ -15,10 +15,10 @@ from harness.pipeline.split import even_parts, parts_of, placed, whole
 from harness.pipeline.timeline import bubbles, planned
 
 
-def run_of(*, pp: int = 2, layers: int = 8, parallelism: dict | None = None, tied: bool = False, **pipeline):
+def run_of(*, pp: int = 2, layers: int = 8, parallelism: dict | None = None, **pipeline):
     return Trainer.Config(
         world_size=pp,
-        model=Decoder.Config(n_layers=layers, tied_embeddings=tied),
+        model=Decoder.Config(n_layers=layers),
         parallelism=Parallelism.Config(pp=pp, **(parallelism or {})),
         pipeline=Pipeline.Config(**pipeline),
     )
@@ -63,7 +63,6 @@ def test_placements():
 SPLIT = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]
 
 REFUSED = [
-    ({"tied": True}, "model.tied_embeddings with parallelism.pp=2"),
     ({"parallelism": {"reshard_after_forward": "always"}}, "set it to default"),
     ({"micro_batches": 0}, "pipeline.micro_batches=0 must be at least 1"),
     ({"micro_batches": 20_000}, "must be at most 10,000"),

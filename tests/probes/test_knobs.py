@@ -216,7 +216,10 @@ def test_cuda_graphs_that_were_not_captured_are_told_with_the_reason(tmp_path):
         graphs = {"captured": captured, "skips": skips, "skip_reasons": reasons, **more}
         recording = tmp_path / f"{captured}_{skips}"
         (recording / "ranks").mkdir(parents=True)
-        document = {"rank": 0, "schema_version": 1, "compile": {"cuda_graphs": graphs if captured >= 0 else None}}
+        parts = dict.fromkeys(("layers", "layer_kinds", "layer_graphs", "loss_graphs", "graph_breaks"), 0)
+        found = {"backend": "inductor", **parts, "recompile_reasons": [], "ran_eagerly": {}}
+        found["cuda_graphs"] = graphs if captured >= 0 else None
+        document = {"rank": 0, "schema_version": 1, "compile": found}
         (recording / "ranks" / "rank0.json").write_text(json.dumps(document))
         (recording / "manifest.json").write_text("{}")
         return read_recording(recording)

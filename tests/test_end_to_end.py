@@ -193,6 +193,7 @@ def recorded(tmp_path_factory, pool) -> Callable[[str], Report]:
     reports: dict[str, Report] = {}
 
     def of(name: str) -> Report:
+        # An optional extra, which the dev extra, and so CI, brings.
         if LAYOUTS[name].float8 != "none" and find_spec("torchao") is None:
             pytest.skip(f"torchao is not installed: {INSTALL}")
         if name not in reports:

@@ -286,7 +286,7 @@ def abandoned_collectives(device: torch.device) -> Iterator[None]:
     be written, nor the process end. Inside the recorder, this ends every group first."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # SIGTERM and Ctrl-C, too, leave the device waiting; whatever it is goes on up
         if device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config():
             torch.distributed.distributed_c10d._abort_process_group()  # torch up to 2.13 has no public way
         raise

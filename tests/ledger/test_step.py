@@ -37,6 +37,8 @@ def measured() -> dict[str, Any]:
 
 
 def skip_where_it_cannot_run(name: str) -> None:
+    """Float8 without torchao, an optional extra (the dev extra, and so CI, brings it), or where torch has no such CPU
+    products."""
     if missing := lacks(CASES[name][0]):
         pytest.skip(missing)
 

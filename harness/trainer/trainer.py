@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -288,7 +288,9 @@ def abandoned_collectives(device: torch.device) -> Iterator[None]:
         yield
     except BaseException:  # SIGTERM and Ctrl-C, too, leave the device waiting; whatever it is goes on up
         if device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config():
-            torch.distributed.distributed_c10d._abort_process_group()  # torch up to 2.13 has no public way
+            # torch up to 2.13 has no public way. If it fails, the exception that led here is still the one to tell.
+            with suppress(RuntimeError):
+                torch.distributed.distributed_c10d._abort_process_group()
         raise
 
 

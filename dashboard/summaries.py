@@ -17,6 +17,7 @@ from harness.report.finding import SEVERITIES
 from harness.report.text import layout
 from harness.sources import SNAPSHOT_NAME
 from harness.text import counted
+from probes.experiment import ANALYSIS
 
 GOING_ON = ("planned", "running")
 
@@ -118,7 +119,7 @@ def experiment(run: Run) -> dict[str, Any]:
     row |= {"knob": plan.get("knob"), "mode": plan.get("mode"), "pairs": plan.get("pairs")}
     row["primary"] = plan.get("primary")
     try:
-        analysis = read_json(run.path / "analysis.json")
+        analysis = read_json(run.path / ANALYSIS)
     except InputError:
         return row | {"verdict": "not analysed yet"}
     return row | {"verdict": analysis.get("verdict"), "recommended": (analysis.get("recommended") or {}).get("arm")}

@@ -26,7 +26,7 @@ from probes import plan as pairs_plan
 from probes import stats
 from probes.knobs import Arm, Knob
 
-PLAN, BUILD = "experiment.json", "build.json"
+PLAN, BUILD, ANALYSIS = "experiment.json", "build.json", "analysis.json"
 SCHEMA_VERSION = 1
 DEFAULT_PAIRS, MOST_PAIRS = 8, 10_000
 MAX_RERUNS = 2

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.report import build
+from probes.report.reading import read_analysis
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "runs" / "recorded"
+EXPERIMENT = RECORDED / "h200x2_probe_max_connections"
 PEAKS = ("allocated", "active")
 LIMIT_BYTES = 10_000_000
 NAMES = sorted(path.parent.name for path in RECORDED.glob("*/manifest.json"))
@@ -78,6 +83,43 @@ def test_the_peak_of_the_pipeline_is_that_of_the_rank_with_a_snapshot():
     (peak,) = [finding for finding in report.findings if finding.title.startswith("Memory peaks")]
     assert peak.where == "rank 0"
     assert peak.evidence["peak_allocated_bytes"] == report.ranks[0]["peak_allocated_bytes"]
+
+
+def rewritten_experiment(folder: Path, rewrite: Callable[[dict[str, Any]], None]) -> Path:
+    """The shipped experiment with another analysis.json."""
+    shutil.copytree(EXPERIMENT, folder)
+    said = json.loads((folder / "analysis.json").read_text())
+    rewrite(said)
+    (folder / "analysis.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_an_experiment_without_its_traces_is_what_it_was_with_them():
+    said = json.loads((EXPERIMENT / "analysis.json").read_text())
+    analysis = read_analysis(EXPERIMENT)
+    found = {(metric["arm"], metric["metric"]): metric for metric in analysis.to_json()["metrics"]}
+    assert {name for _, name in found} > {"exposed_ns", "overlap_pct"}
+    for metric in said["metrics"]:
+        again = found[metric["arm"], metric["metric"]]
+        assert again["verdict"] == metric["verdict"]
+        assert [again[name] for name in ("a", "b", "ci_low", "ci_high")] == pytest.approx(
+            [metric[name] for name in ("a", "b", "ci_low", "ci_high")]
+        )
+    assert any(note.startswith("exposed_ns, overlap_pct: as analysis.json has them") for note in analysis.notes)
+
+
+def of_other_steps(said: dict[str, Any]) -> None:
+    for trial in said["trials"]:
+        trial["values"]["step_wall_ns"] += 1
+
+
+@pytest.mark.parametrize("rewrite", [of_other_steps, lambda said: said.update(trials=[{"path": 3}])])
+def test_what_was_said_of_other_trials_is_not_taken(tmp_path, rewrite):
+    analysis = read_analysis(rewritten_experiment(tmp_path / "copy", rewrite))
+    metrics = {metric["metric"] for metric in analysis.to_json()["metrics"]}
+    assert "step_wall_ns" in metrics
+    assert not metrics & {"exposed_ns", "overlap_pct"}
+    assert not any("analysis.json" in note for note in analysis.notes)
 
 
 def test_all_of_it_is_small():

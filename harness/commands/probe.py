@@ -43,6 +43,7 @@ from probes import liveness, queue_arms, text
 from probes.analysis import Analysis, analyse, refused, without_trials
 from probes.engine import conduct
 from probes.experiment import (
+    ANALYSIS,
     BUILD,
     DEFAULT_PAIRS,
     MOST_PAIRS,
@@ -335,7 +336,7 @@ def perform(
         except RefusedError as error:
             _say(f"meshscope probe: error: {error}")
             analysis = refused(experiment, str(error))
-        write_json(directory / "analysis.json", analysis.to_json())
+        write_json(directory / ANALYSIS, analysis.to_json())
     for outcome in analysis.failures():
         _say(f"meshscope probe: error: {outcome}")
     return analysis
@@ -353,7 +354,7 @@ def _folder(wanted: Path | None, experiment: Experiment | None) -> Path:
             return _new_folder("queues")
         stem = re.sub(r"[^\w.-]", "_", f"probe-{experiment.knob.name}")
         for path in sorted(DEFAULT_PARENT.glob(f"{stem}-*/experiment.json"), reverse=True):
-            if not (path.parent / "analysis.json").exists() and read_json(path) == experiment.to_json():
+            if not (path.parent / ANALYSIS).exists() and read_json(path) == experiment.to_json():
                 return path.parent.resolve()
         return _new_folder(stem)
     except OSError as error:

@@ -47,6 +47,10 @@ METRICS: dict[str, Metric] = {
 }
 
 
+NO_TRACE = "no trace"
+"""Why a figure is unknown that only traces tell."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
     """A run's figure. `value` is None where unknown, and `reason` then says why.
@@ -114,7 +118,7 @@ def _peak(measured: Measured, name: str) -> Value:
 
 def _of_traced_steps(measured: Measured, field: str) -> Value:
     if measured.complete_overlap is None:
-        return Value(value=None, reason="no complete step in the traces" if measured.overlap else "no trace")
+        return Value(value=None, reason="no complete step in the traces" if measured.overlap else NO_TRACE)
     entries = measured.complete_overlap["ranks"]
     of_ranks = []
     for entry in entries:
@@ -128,7 +132,7 @@ def _of_traced_steps(measured: Measured, field: str) -> Value:
 
 def _overlap(measured: Measured) -> Value:
     if measured.complete_overlap is None:
-        return Value(value=None, reason="no complete step in the traces" if measured.overlap else "no trace")
+        return Value(value=None, reason="no complete step in the traces" if measured.overlap else NO_TRACE)
     entries = measured.complete_overlap["ranks"]
     shares = [share for entry in entries if (share := entry["window"]["overlap_pct"]) is not None]
     if not shares:

@@ -48,10 +48,18 @@ def size(value: int | None) -> str:
     return f"{value / GIB:.4f} GiB" if abs(value) >= GIB // 10 else f"{value / MIB:.3f} MiB"
 
 
+def byte_seconds(value: float | None) -> str:
+    """Bytes times seconds, in the unit that `size` takes."""
+    return "n/a" if value is None else f"{size(round(value))}·s"
+
+
 def quantity(name: str, value: int | float | None) -> str:
-    """A figure as text, in the unit that its name ends with: `_bytes`, `_ns`, `_pct`; plain otherwise."""
+    """A figure as text, in the unit that its name ends with: `_bytes`, `byte_seconds`, `_ns`, `_pct`; plain
+    otherwise."""
     if value is None:
         return "n/a"
+    if name.endswith("byte_seconds"):
+        return byte_seconds(value)
     if name == "bytes" or name.endswith("_bytes"):
         return size(int(value))
     if name.endswith("_ns"):

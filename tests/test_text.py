@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.text import counted, in_ranges, number, percent, quantity, signed_percent
+from harness.text import byte_seconds, counted, in_ranges, number, percent, quantity, signed_percent
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,13 @@ def test_a_share_of_nothing_has_no_sign(value, plain, signed):
 
 def test_numbers_without_a_negative_zero():
     assert (number(-0.00001), number(-1.5, 1)) == ("0.0000", "-1.5")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "n/a"), (0.0, "0.000 MiB·s"), (2**20 * 1.5, "1.500 MiB·s"), (2.0**31, "2.0000 GiB·s")]
+)
+def test_memory_over_time_has_a_unit(value, text):
+    assert byte_seconds(value) == quantity("byte_seconds", value) == text
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 ranks"), (1, "1 rank"), (1200, "1,200 ranks")])

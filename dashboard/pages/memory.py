@@ -248,7 +248,7 @@ def of_snapshots(memory: dict[str, Any], files: set[str]) -> None:
         "blocks": "stacked blocks",
         "max_pending_bytes": "most pending",
         "pending_at_end_bytes": "pending at the end",
-        "byte_seconds": "byte·seconds",
+        "byte_seconds": "size × time pending",
     }
     tables.show(memory_figures.stacking_rows(memory, files), stacking, words="Stacking of each device")
     sites = memory_figures.site_rows(memory, files)

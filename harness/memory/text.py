@@ -9,7 +9,7 @@ from harness.memory.analyse import Analysis
 from harness.memory.composition import Share
 from harness.memory.device import DeviceSummary
 from harness.memory.steps import RangePeaks
-from harness.text import counted, size, table
+from harness.text import byte_seconds, counted, size, table
 
 By = Literal["step", "phase", "category", "site"]
 _SITES_SHOWN = 10
@@ -113,11 +113,10 @@ def _stacking_lines(stacking: dict[str, Any], item: DeviceSummary | None) -> Ite
     if not (stacking["blocks"] or stacking["max_pending_bytes"] or stacking["pending_at_end_bytes"]):
         yield "    stacking  none"
         return
-    seconds = stacking["byte_seconds"]
     yield (
         f"    stacking  {counted(stacking['blocks'], 'block')}, at most {size(stacking['max_pending_bytes'])} pending "
         f"at an allocation, {size(stacking['pending_at_end_bytes'])} at the end, "
-        f"{'n/a' if seconds is None else f'{seconds / (1 << 30):.4f}'} GiB·s"
+        f"{byte_seconds(stacking['byte_seconds'])}"
     )
     if item is None:
         return

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.compare.steps import whole
 from harness.report.finding import Finding, ranks_text
+from harness.report.findings_settings import torch_release
 from harness.text import MIB, counted, size
+from harness.trace.cross_rank import POINT_TO_POINT
 
 if TYPE_CHECKING:
     from harness.report.build import Report
@@ -20,6 +22,14 @@ RESERVED_PCT = 20.0
 RESERVED_BYTES = 256 * MIB
 UNEVEN_PCT = 5.0
 SITES_SHOWN = 3
+
+REFERENCES_SINCE = (2, 8)
+"""The first torch whose collectives record no streams (pytorch#150398)."""
+HOLD = "Hold a reference until the collective has been waited for, then free on the stream that allocated."
+REUSE = (
+    "Sends and receives record streams in every torch, and neither a variable nor a reference helps: keep their "
+    "buffers and use them again."
+)
 
 
 def memory_findings(report: Report) -> Iterator[Finding]:
@@ -110,9 +120,32 @@ def stacking(report: Report) -> Iterator[Finding]:
             "peak_active_bytes": active,
         },
         where=f"{ranks_text([r for r, _ in stacked])}; {'; '.join(sites)}",
-        advice="These blocks were lent to another stream with record_stream and wait for it. Hold a reference until "
-        "the collective or transfer has been waited for, then free on the stream that allocated.",
+        advice=f"These blocks were lent to another stream with record_stream and wait for it. {_release(report)}",
     )
+
+
+def _release(report: Report) -> str:
+    """How memory comes back in time, by what of the run records streams: collectives until torch 2.8 or where
+    `training.collective_memory` says so, sends and receives always (docs/probes.md, "record_streams")."""
+    if not _sends(report):
+        return HOLD
+    return REUSE if _collectives_hold_references(report) else f"{HOLD} {REUSE}"
+
+
+def _sends(report: Report) -> bool:
+    """Whether ranks send to one another point to point, by their traces or, without any, by the configuration."""
+    kinds = {one["kind"] for entry in (report.overlap or {"ranks": []})["ranks"] for one in entry["collectives"]}
+    if kinds:
+        return bool(kinds & POINT_TO_POINT)
+    config = report.config
+    return config is not None and (config.parallelism.pp > 1 or config.workload == "point_to_point")
+
+
+def _collectives_hold_references(report: Report) -> bool:
+    """Whether that is known: none of them records a stream."""
+    release = torch_release(report.recording.manifest) if report.recording else None
+    marked = report.config is not None and report.config.training.collective_memory != "references"
+    return release is not None and release >= REFERENCES_SINCE and not marked
 
 
 def not_reusable(device: dict[str, Any]) -> int:

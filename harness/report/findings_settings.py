@@ -54,18 +54,23 @@ def few_connections(environments: dict[int, dict[str, str]], report: Report) -> 
 
 def ignored_variables(environments: dict[int, dict[str, str]], manifest: dict[str, object]) -> Iterator[Finding]:
     """Variables that were set and that this torch does not use, though it knows their names."""
-    versions = manifest.get("versions")
-    text = str(versions.get("torch")) if isinstance(versions, dict) else ""
-    release = re.match(r"(\d+)\.(\d+)", text)
+    release = torch_release(manifest)
     if release is None:
         return
     for known in KNOWN:
         ranks: list[int | None] = [rank for rank, environment in environments.items() if known.name in environment]
-        if ranks and known.ignored_since and (int(release[1]), int(release[2])) >= known.ignored_since[0]:
+        if ranks and known.ignored_since and release >= known.ignored_since[0]:
             yield Finding(
                 severity="info",
                 title=f"{known.name} is set and does nothing",
                 evidence={},
                 where=ranks_text(ranks),
-                advice=f"Ignored by torch {text}: {known.ignored_since[1]}.",
+                advice=f"Ignored by torch {release[0]}.{release[1]}: {known.ignored_since[1]}.",
             )
+
+
+def torch_release(manifest: dict[str, object]) -> tuple[int, int] | None:
+    """(major, minor) of the torch that ran; None where the manifest does not say."""
+    versions = manifest.get("versions")
+    release = re.match(r"(\d+)\.(\d+)", str(versions.get("torch"))) if isinstance(versions, dict) else None
+    return (int(release[1]), int(release[2])) if release else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from written import MIB, rewrite_steps, write_kernels, write_recording, write_sn
 from dashboard.places import place_of
 from harness import recording
 from harness.cli import main
-from harness.config import Parallelism, Trainer
+from harness.config import Parallelism, Trainer, Training
 from harness.config_json import to_dict
 from harness.report import build
 from harness.report.finding import SEVERITIES, Finding, ranks_text
@@ -99,6 +99,46 @@ def test_what_never_became_reusable_is_named_too(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "pending when most was, by allocation site" in out
     assert "3 blocks  /home/me/train.py:7:forward" in out
+
+
+REFERENCE, REUSE = "Hold a reference until the collective", "keep their buffers and use them again"
+
+
+@pytest.mark.parametrize(
+    ("collective", "torch", "memory", "reference", "reuse"),
+    [
+        ("_allgather_base", "2.11.0", "record_stream", True, False),
+        ("_allgather_base", "2.7.1", "references", True, False),
+        ("send", "2.11.0", "references", False, True),
+        ("recv", "2.8.0+cu128", "references", False, True),
+        ("send", "2.7.1", "references", True, True),
+        ("send", "2.11.0", "record_stream", True, True),
+        ("send", "unknown", "references", True, True),
+    ],
+)
+def test_no_reference_helps_against_what_sends_stack(tmp_path, collective, torch, memory, reference, reuse):
+    config = replace(CONFIG, training=Training.Config(collective_memory=memory))
+    write_recording(tmp_path, config=to_dict(config), manifest={"versions": {"torch": torch}})
+    write_snapshot(recording.snapshot_path(tmp_path, 4, 0), pending=3)
+    kernels = [(collective, "mesh_pp", 20, 0, 1000), ("gemm", None, 7, 0, 1)]
+    write_kernels(recording.trace_path(tmp_path, 4, 0), kernels)
+    (found,) = findings(tmp_path, "stacks up")
+    assert (REFERENCE in found.advice, REUSE in found.advice) == (reference, reuse)
+
+
+@pytest.mark.parametrize(
+    ("config", "reuse"),
+    [
+        (Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(pp=2)), True),
+        (Trainer.Config(name="written", world_size=2, workload="point_to_point"), True),
+        (CONFIG, False),
+    ],
+)
+def test_without_a_trace_the_configuration_says_whether_ranks_send(tmp_path, config, reuse):
+    write_recording(tmp_path, config=to_dict(config), manifest={"versions": {"torch": "2.11.0"}})
+    write_snapshot(recording.snapshot_path(tmp_path, 4, 0), pending=3)
+    (found,) = findings(tmp_path, "stacks up")
+    assert (REFERENCE in found.advice, REUSE in found.advice) == (not reuse, reuse)
 
 
 def test_no_stacking_no_finding(tmp_path):

@@ -48,7 +48,7 @@ def prepare(
     mode, device, gpus, why = choice
     validate_device(config, device)
     if mode == "shared-gpu":
-        sharing = share(config.world_size, gpus, nccl, environment)
+        sharing = share(config, gpus, nccl, environment)
         why += f", NCCL {sharing.nccl.version} with at most {sharing.max_ctas} CTAs"
         return Start(mode=mode, why=why, environment=sharing.environment, about={"shared_gpu": sharing.to_json()})
     # On CPUs no rank may open a CUDA context by accident.

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from harness.doctor import gpu_checks
+from harness.doctor import checks, gpu_checks
 from harness.doctor.checks import libraries
-from harness.doctor.facts import CudaFacts, Facts, Question, TorchFacts
+from harness.doctor.facts import CudaFacts, Facts, Question, TorchaoFacts, TorchFacts, gather
 from harness.nvml import Gpu, Machine, MigDevice, Process
 
 UUIDS = ["GPU-11111111-aaaa-0000-0000-000000000000", "GPU-22222222-aaaa-0000-0000-000000000001"]
@@ -53,17 +54,20 @@ def test_json_is_complete(tmp_path):
     assert variables["NCCL_DEBUG"]["value"] == "INFO"
     assert variables["NCCL_API_KEY"]["value"] == "***"
     assert variables["TORCH_DISTRIBUTED_DEBUG"]["state"] == "live"
+    (torchao,) = [check for check in report["checks"] if check["name"] == "torchao"]
+    assert (torchao["state"] == "ok") == (find_spec("torchao") is not None)
     assert report["errors"] == []
 
 
 def test_text_has_a_section_for_each_group_and_the_variables(tmp_path):
-    done = doctor(folder=tmp_path, NCCL_MAX_CTA="4")
+    done = doctor(folder=tmp_path, NCCL_MAX_CTA="4", CUDA_VISIBLE_DEVICES="")
 
     assert done.returncode == 0, done.stdout
     for heading in ("software:", "torch:", "GPUs:", "host:", "environment:", "optional:", "modes:"):
         assert f"{heading}\n" in done.stdout
     assert "did you mean NCCL_MAX_CTAS?" in done.stdout
     assert "NCCL_MAX_CTA=4: unknown" in done.stdout
+    assert "no        mode shared-gpu no usable CUDA device\n" in done.stdout
     assert "holistictraceanalysis" not in done.stdout, "no command uses it"
 
 
@@ -89,6 +93,41 @@ def test_broken_torch_is_one_line(tmp_path, torch, reason):
     assert checks[0]["fix"].startswith("pip install")
     nothing = {"available": False, "max_ranks": None, "reason": "see the checks that are not ok"}
     assert (report["mode"], report["modes"]) == (None, dict.fromkeys(report["modes"], nothing))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise ImportError('_C.abi3.so: undefined symbol')", "ImportError: _C.abi3.so: undefined symbol"),
+        ("import os\nos.kill(os.getpid(), 11)", "ended by signal 11"),
+    ],
+)
+def test_torchao_that_is_there_and_does_not_load_is_not_ok(tmp_path, monkeypatch, text, reason):
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    facts = gather(with_torch=False, with_torchao=True)
+    facts.torch = TorchFacts(version="2.11.0")
+    check = checks._torchao(facts)
+
+    assert check.state == "optional"
+    assert check.value.startswith(f"import fails: {reason}")
+    assert check.fix.startswith("pip install --force-reinstall --no-deps 'torchao")
+
+
+@pytest.mark.parametrize(
+    ("torchao", "torch", "state", "value"),
+    [
+        (None, TorchFacts(version="2.11.0"), "optional", "none: a run with float8.recipe needs it"),
+        (TorchaoFacts(version="0.18.0"), TorchFacts(version="2.11.0"), "ok", "0.18.0"),
+        (TorchaoFacts(error="x"), TorchFacts(error="OSError: y"), "optional", "not tried: torch does not load"),
+    ],
+)
+def test_torchao_elsewise(torchao, torch, state, value):
+    asked = Facts(torch=torch, cuda=CudaFacts(), machine=None, nvml_error="none", torchao=torchao)
+    check = checks._torchao(asked)
+    assert (check.state, check.value, check.fix is None) == (state, value, state == "ok")
 
 
 def program(folder: Path, text: str) -> Path:

@@ -1,19 +1,19 @@
 """Several ranks on one GPU: which NCCL, how many blocks, and what is refused before anything starts."""
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness.doctor import shared_gpu
+from harness.config import Parallelism, Trainer
+from harness.doctor import checks, shared_gpu
 from harness.doctor.facts import CudaFacts, TorchFacts, ask_torch
 from harness.doctor.shared_gpu import (
     Nccl,
     choose_nccl,
+    find_nccl,
     max_ctas,
     preloading,
     require_few_connections,
@@ -31,12 +31,38 @@ OWN = "/site/nvidia/nccl/lib/libnccl.so.2"
 )
 def test_kernels_of_all_ranks_fit_together(multiprocessors, ranks, ctas):
     assert max_ctas(multiprocessors, ranks) == ctas
-    assert ctas * ranks * shared_gpu.KERNELS_AT_ONCE <= multiprocessors
+    assert ctas * ranks * shared_gpu.FEWEST_KERNELS_AT_ONCE <= multiprocessors
+
+
+def config_of(world_size: int = 8, separate: bool = False, **degrees: int) -> Trainer.Config:
+    group = "separate" if separate else "shared"
+    layout = Parallelism.Config(fsdp_reduce_scatter_group=group, **degrees)
+    return Trainer.Config(world_size=world_size, parallelism=layout)
+
+
+@pytest.mark.parametrize(
+    ("config", "kernels"),
+    [
+        (config_of(), 4),  # one group, of the world: never more room than with four
+        (config_of(tp=2), 4),
+        (config_of(32, dp_replicate=2, tp=2, pp=2), 5),
+        (config_of(4, cp=2, tp=2), 4),
+        (config_of(8, cp=2, tp=2, pp=2), 5),
+        (config_of(16, cp=2, tp=2, pp=2, dp_replicate=2), 6),
+        (config_of(16, separate=True, cp=2, tp=2, pp=2, dp_replicate=2), 7),
+        (Trainer.Config(world_size=8, workload="point_to_point"), 4),
+    ],
+)
+def test_every_communicator_of_a_layout_has_room(config, kernels):
+    assert shared_gpu.kernels_at_once(config) == kernels
+    assert max_ctas(132, 8, kernels) * 8 * kernels <= 132
 
 
 def test_more_ranks_than_fit_are_refused():
     with pytest.raises(UnavailableError, match=r"34 ranks on a GPU of 132 multiprocessors, .* at most 33 fit"):
         max_ctas(132, 34)
+    with pytest.raises(UnavailableError, match="at most 22 fit"):
+        max_ctas(132, 23, kernels=6)
 
 
 def torch_with(loaded: str | None, **facts: object) -> TorchFacts:
@@ -89,20 +115,54 @@ def test_what_is_missing_is_one_line(torch, reason):
         choose_nccl(None, asking({None: torch}))
     assert "\n" not in str(caught.value)
     if wheel_library() is None:  # else it is looked at, too
-        assert shared_gpu.missing(torch, CudaFacts(multiprocessors=[132]), usable=1) == str(caught.value)
+        nccl = find_nccl(torch, {})
+        assert shared_gpu.missing(nccl, CudaFacts(multiprocessors=[132]), usable=1) == str(caught.value)
 
 
 def test_doctor_names_the_first_thing_that_is_missing(monkeypatch, tmp_path):
-    torch, cuda = torch_with("2.30.7"), CudaFacts(multiprocessors=[132])
+    nccl, cuda = find_nccl(torch_with("2.30.7"), {}), CudaFacts(multiprocessors=[132])
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    assert shared_gpu.missing(torch, cuda, usable=0) == "no usable CUDA device"
-    assert shared_gpu.missing(torch, CudaFacts(error="no libcuda"), usable=1) == (
+    assert shared_gpu.missing(nccl, cuda, usable=0) == "no usable CUDA device"
+    assert shared_gpu.missing(nccl, CudaFacts(error="no libcuda"), usable=1) == (
         "CUDA's driver does not answer: no libcuda"
     )
-    assert shared_gpu.missing(torch, cuda, usable=1).startswith("nvidia-cuda-mps-control is not on PATH")
+    assert shared_gpu.missing(nccl, cuda, usable=1).startswith("nvidia-cuda-mps-control is not on PATH")
     (tmp_path / "nvidia-cuda-mps-control").touch(mode=0o755)
-    assert shared_gpu.missing(torch, cuda, usable=1) is None
+    assert shared_gpu.missing(nccl, cuda, usable=1) is None
+
+
+def test_doctor_sees_the_library_that_the_environment_names(monkeypatch, tmp_path):
+    library = tmp_path / "libnccl.so.2"
+    library.touch()
+    environment = {"MESHSCOPE_NCCL": str(library), "LD_PRELOAD": "/usr/lib/libjemalloc.so"}
+    asked = []
+
+    def ask(environment):
+        asked.append(environment["LD_PRELOAD"])
+        return torch_with("2.31.0")
+
+    monkeypatch.setattr(shared_gpu, "ask_torch", ask)
+    old = torch_with("2.28.9")
+    assert find_nccl(old, environment) == Nccl("2.31.0", library)
+    assert asked == [f"{library}:/usr/lib/libjemalloc.so"]
+    assert find_nccl(old, {"MESHSCOPE_NCCL": f"{library}.gone"}) == f"the NCCL library {library}.gone is not a file"
+
+
+@pytest.mark.parametrize(
+    ("found", "environment", "state", "value", "fix"),
+    [
+        (Nccl("2.30.7", None), {}, "ok", "several, with NCCL_MULTI_RANK_GPU_ENABLE=1", None),
+        (Nccl("2.31.0", Path("/n.so")), {}, "ok", "NCCL 2.31.0 of /n.so preloaded", None),
+        ("it is old", {}, "optional", "one: several need NCCL 2.30", "pip install 'nvidia-nccl-cu13>=2.30'"),
+        ("it is old", {"MESHSCOPE_NCCL": "/n.so"}, "optional", "one: it is old", "MESHSCOPE_NCCL=/n.so, or unset it"),
+    ],
+)
+def test_how_many_ranks_a_gpu_can_have(found, environment, state, value, fix):
+    check = checks._nccl(torch_with("2.28.9"), found, environment)[1]
+    assert (check.name, check.state) == ("ranks per GPU", state)
+    assert value in check.value
+    assert (check.fix is None) if fix is None else (fix in check.fix)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +180,13 @@ def test_connections_that_fail_under_mps_are_refused(value, ranks, refused):
 
 def test_what_cannot_be_shared_is_refused(tmp_path):
     with pytest.raises(UsageError, match="8 usable CUDA devices for 8 ranks, none is shared: use --mode real"):
-        share(8, 8, None, {})
+        share(config_of(), 8, None, {})
     with pytest.raises(UsageError, match=r"the NCCL library .*missing.so is not a file"):
-        share(8, 1, tmp_path / "missing.so", {})
+        share(config_of(), 1, tmp_path / "missing.so", {})
     with pytest.raises(UsageError, match=r"the NCCL library .*named.so is not a file"):
-        share(8, 1, None, {"MESHSCOPE_NCCL": str(tmp_path / "named.so")})
+        share(config_of(), 1, None, {"MESHSCOPE_NCCL": str(tmp_path / "named.so")})
     with pytest.raises(UsageError, match="CUDA_DEVICE_MAX_CONNECTIONS=32"):
-        share(8, 2, None, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+        share(config_of(), 2, None, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
 
 
 def test_preloaded_library_comes_before_those_of_the_user(tmp_path):
@@ -148,18 +208,3 @@ def test_version_asked_for_is_that_of_the_preloaded_library(tmp_path):
 
     assert facts.error is None
     assert (facts.nccl_loaded, facts.libraries["libnccl"]) == ("2.30.7", str(library))
-
-
-def test_doctor_command_says_it(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "harness.cli", "doctor", "--json"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert json.loads(done.stdout)["modes"]["shared-gpu"] == {
-        "available": False,
-        "max_ranks": None,
-        "reason": "no usable CUDA device",
-    }

@@ -17,6 +17,7 @@ from harness.doctor import gpu_checks, shared_gpu
 from harness.doctor.facts import Facts, TorchFacts, gather
 from harness.doctor.findings import Check, Device, ModeState, Report
 from harness.doctor.modes import INSTALL_TORCH, find_torch, memory_bytes
+from harness.doctor.shared_gpu import Nccl
 from harness.float8 import INSTALL
 from harness.nvml import visible_gpus
 from harness.variables import Library, Variable, configuration_files
@@ -28,6 +29,9 @@ SHARED_MEMORY_BYTES = 256 * 2**20
 REINSTALL_TORCH = (
     INSTALL_TORCH.replace("install", "install --force-reinstall") + " (python -c 'import torch' says more)"
 )
+REINSTALL_TORCHAO = (
+    "pip install --force-reinstall --no-deps 'torchao>=0.17,<0.19' (python -c 'import torchao.float8' says more)"
+)
 UNAVAILABLE = ModeState(available=False, reason="see the checks that are not ok")
 CUDA_BUILD = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
 
@@ -35,36 +39,38 @@ CUDA_BUILD = "install a CUDA build of torch: https://pytorch.org/get-started/loc
 def examine(environment: Mapping[str, str] = os.environ) -> Report:
     """Asks torch, the driver and NVML, each in its own process and with a timeout; never raises for what they do."""
     spec = find_torch()
-    facts = gather(with_torch=spec is not None)
+    facts = gather(with_torch=spec is not None, with_torchao=spec is not None and _installed("torchao"))
     report = Report()
     report.devices = _devices(facts, environment)
     report.variables = _variables(
         report, facts, environment, Path(spec.origin).parent if spec and spec.origin else None
     )
     usable = gpu_checks.usable_devices(facts, environment)
+    nccl = shared_gpu.find_nccl(facts.torch, environment)
     cpu = facts.torch.gloo and _recent(facts.torch)
     report.modes = {
         "cpu": ModeState(available=True) if cpu else UNAVAILABLE,
         "real": ModeState(available=True, max_ranks=usable) if cpu and facts.torch.nccl and usable else UNAVAILABLE,
-        "shared-gpu": _shared_gpu(facts, usable) if cpu else UNAVAILABLE,
+        "shared-gpu": _shared_gpu(facts, nccl, usable) if cpu else UNAVAILABLE,
         "rehearsal": ModeState(available=True) if cpu else UNAVAILABLE,
     }
     report.checks = [
         *_software(),
-        *_torch(facts),
+        *_torch(facts, nccl, environment),
         *gpu_checks.examine(facts, environment),
         *_host(has_gpus=bool(report.devices)),
         *_settings(report.variables, environment),
-        *_optional(),
+        _torchao(facts),
+        _compiler(),
     ]
     return report
 
 
-def _shared_gpu(facts: Facts, usable: int) -> ModeState:
-    reason = shared_gpu.missing(facts.torch, facts.cuda, usable)
+def _shared_gpu(facts: Facts, nccl: Nccl | str, usable: int) -> ModeState:
+    reason = shared_gpu.missing(nccl, facts.cuda, usable)
     if reason is not None:
         return ModeState(available=False, reason=reason)
-    fitting = shared_gpu.fewest_multiprocessors(facts.cuda) // shared_gpu.KERNELS_AT_ONCE
+    fitting = shared_gpu.fewest_multiprocessors(facts.cuda) // shared_gpu.FEWEST_KERNELS_AT_ONCE
     return ModeState(available=True, max_ranks=usable * fitting)
 
 
@@ -119,7 +125,7 @@ def _recent(torch: TorchFacts) -> bool:
     return torch.release is not None and torch.release >= OLDEST_TORCH
 
 
-def _torch(facts: Facts) -> list[Check]:
+def _torch(facts: Facts, nccl: Nccl | str, environment: Mapping[str, str]) -> list[Check]:
     torch = facts.torch
     if torch.version is None:
         if find_torch() is None:
@@ -151,7 +157,7 @@ def _torch(facts: Facts) -> list[Check]:
         )
     )
     if torch.nccl:
-        checks += _nccl(torch)
+        checks += _nccl(torch, nccl, environment)
     elif facts.machine and facts.machine.gpus:
         value = "CPU build on a machine with GPUs" if not torch.cuda else "built without NCCL"
         checks.append(Check(group="torch", name="NCCL", state="missing", value=value, fix=CUDA_BUILD))
@@ -162,23 +168,22 @@ def _torch(facts: Facts) -> list[Check]:
     return checks
 
 
-def _nccl(torch: TorchFacts) -> list[Check]:
+def _nccl(torch: TorchFacts, found: Nccl | str, environment: Mapping[str, str]) -> list[Check]:
     loaded = torch.nccl_loaded
     where = torch.libraries.get("libnccl")
     value = f"{loaded} loaded ({where})" if loaded else "linked into torch"
     checks = [Check(group="torch", name="NCCL", state="ok", value=f"{value}, torch was built with {torch.nccl_built}")]
-    enough = shared_gpu.is_recent(loaded or torch.nccl_built or "0")
     needed = ".".join(map(str, shared_gpu.OLDEST_NCCL))
     major = (torch.cuda or "").partition(".")[0]
-    checks.append(
-        Check(
-            group="torch",
-            name="ranks per GPU",
-            state="ok" if enough else "optional",
-            value="several, with NCCL_MULTI_RANK_GPU_ENABLE=1" if enough else f"one: several need NCCL {needed}",
-            fix=None if enough else f"pip install 'nvidia-nccl-cu{major}>={needed}'",
-        )
-    )
+    fix: str | None = f"pip install 'nvidia-nccl-cu{major}>={needed}'"
+    if isinstance(found, Nccl):
+        preloaded = f", NCCL {found.version} of {found.preload} preloaded" if found.preload else ""
+        value, fix = f"several, with NCCL_MULTI_RANK_GPU_ENABLE=1{preloaded}", None
+    elif named := environment.get(shared_gpu.LIBRARY_VARIABLE):
+        value, fix = f"one: {found}", f"name another library than {shared_gpu.LIBRARY_VARIABLE}={named}, or unset it"
+    else:
+        value = f"one: several need NCCL {needed}"
+    checks.append(Check(group="torch", name="ranks per GPU", state="optional" if fix else "ok", value=value, fix=fix))
     return checks
 
 
@@ -265,22 +270,28 @@ def _settings(variables: list[Variable], environment: Mapping[str, str]) -> list
     return checks
 
 
-def _optional() -> list[Check]:
+def _torchao(facts: Facts) -> Check:
+    """Whether float8 layers can be had: the distribution alone does not say that its libraries go with this torch."""
+    found, torch = facts.torchao, facts.torch
+    fix: str | None = INSTALL
+    if found is None:
+        value = "none: a run with float8.recipe needs it"
+    elif torch.version is None:
+        value, fix = "not tried: torch does not load", "see torch above"
+    elif found.version is None:
+        value = f"import fails: {found.error or 'it says nothing'}"
+        fix = REINSTALL_TORCHAO
+    else:
+        value, fix = found.version, None
+    return Check(group="optional", name="torchao", state="optional" if fix else "ok", value=value, fix=fix)
+
+
+def _compiler() -> Check:
     found = compiler()
-    torchao = importlib.metadata.version("torchao") if _installed("torchao") else None
-    return [
-        Check(
-            group="optional",
-            name="torchao",
-            state="ok" if torchao else "optional",
-            value=torchao or "none: a run with float8.recipe needs it",
-            fix=None if torchao else INSTALL,
-        ),
-        Check(
-            group="optional",
-            name="C++ compiler",
-            state="ok" if found else "optional",
-            value=found or "none: torch.compile with inductor (compile.blocks, compile.loss) needs one on CPUs",
-            fix=None if found else "apt-get install g++",
-        ),
-    ]
+    return Check(
+        group="optional",
+        name="C++ compiler",
+        state="ok" if found else "optional",
+        value=found or "none: torch.compile with inductor (compile.blocks, compile.loss) needs one on CPUs",
+        fix=None if found else "apt-get install g++",
+    )

@@ -67,18 +67,30 @@ class CudaFacts:
 
 
 @dataclass(kw_only=True, slots=True)
+class TorchaoFacts:
+    """What `torchao_facts.py` printed; `error` says why its import fails."""
+
+    version: str | None = None
+    error: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class Facts:
+    """`torchao` is None where it was not asked."""
+
     torch: TorchFacts
     cuda: CudaFacts
     machine: Machine | None
     nvml_error: str | None
+    torchao: TorchaoFacts | None = None
 
 
-def gather(*, with_torch: bool) -> Facts:
-    """`with_torch=False` where it is known not to be installed."""
+def gather(*, with_torch: bool, with_torchao: bool = False) -> Facts:
+    """`with_torch=False` where it is known not to be installed; torchao takes seconds more."""
     nvml = Question(Path(harness.nvml.__file__), DRIVER_TIMEOUT_S)
     cuda = Question(HERE / "cuda_facts.py", DRIVER_TIMEOUT_S)
     torch = Question(HERE / "torch_facts.py", TORCH_TIMEOUT_S) if with_torch else None
+    torchao = Question(HERE / "torchao_facts.py", TORCH_TIMEOUT_S) if with_torchao else None
     machine = nvml.answer()
     nvml_error = machine.get("error")
     return Facts(
@@ -86,6 +98,7 @@ def gather(*, with_torch: bool) -> Facts:
         machine=None if nvml_error else msgspec.convert(machine, Machine),
         nvml_error=nvml_error,
         torch=msgspec.convert(torch.answer(), TorchFacts) if torch else TorchFacts(error="not installed"),
+        torchao=msgspec.convert(torchao.answer(), TorchaoFacts) if torchao else None,
     )
 
 

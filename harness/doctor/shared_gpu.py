@@ -8,20 +8,23 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.doctor.facts import CudaFacts, TorchFacts, ask_driver, ask_torch
 from harness.errors import UnavailableError, UsageError
 from harness.mps import CONTROL, NOT_INSTALLED
 from harness.nvml import NvmlError, read_machine, visible_gpus
 
+if TYPE_CHECKING:
+    from harness.config import Trainer
+
 # The first NCCL that lets several ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE).
 OLDEST_NCCL = (2, 30)
 LIBRARY_VARIABLE = "MESHSCOPE_NCCL"
-# A rank has a communicator for the world and one for each of dp_replicate, dp_shard and tp, and NCCL runs one kernel of
-# a communicator at a time. Each kernel waits for those of other ranks, so all have to be on the GPU together; a block
-# of them takes a multiprocessor.
-KERNELS_AT_ONCE = 4
+# NCCL runs one kernel of a communicator at a time. Each kernel waits for those of other ranks, so all have to be on the
+# GPU together; a block of them takes a multiprocessor. Layouts of fewer communicators than four are given no more room
+# than ran on an H200 with four: they hardly gain by it, and what is too much hangs.
+FEWEST_KERNELS_AT_ONCE = 4
 MOST_CTAS = 64  # nccl.h: maxCTAs of ncclConfig_t
 # Under MPS the connections of all ranks are one pool of the GPU's: 32 each fail with 4 ranks on an H200.
 TOO_MANY_CONNECTIONS, CONNECTIONS_RANKS = 32, 4
@@ -57,11 +60,14 @@ class Sharing:
         }
 
 
-def share(world_size: int, gpus: int, named: Path | None, environment: Mapping[str, str] = os.environ) -> Sharing:
-    """How `world_size` ranks run on `gpus` CUDA devices, with the NCCL library `named` if one is.
+def share(
+    config: Trainer.Config, gpus: int, named: Path | None, environment: Mapping[str, str] = os.environ
+) -> Sharing:
+    """How the ranks of `config` run on `gpus` CUDA devices, with the NCCL library `named` if one is.
 
     Raises `UsageError` for settings that cannot be, `UnavailableError` for what is missing here.
     """
+    world_size = config.world_size
     if gpus >= world_size:
         raise UsageError(
             f"mode shared-gpu: {gpus} usable CUDA devices for {world_size} ranks, none is shared: use --mode real, or "
@@ -69,16 +75,13 @@ def share(world_size: int, gpus: int, named: Path | None, environment: Mapping[s
         )
     ranks = -(-world_size // gpus)
     require_few_connections(ranks, environment)
-    if named is None and environment.get(LIBRARY_VARIABLE):
-        named = Path(environment[LIBRARY_VARIABLE])
-    if named is not None and not named.is_file():
-        raise UsageError(f"mode shared-gpu: the NCCL library {named} is not a file")
+    named = named_library(named, environment)
     try:
         if shutil.which(CONTROL) is None:
             raise UnavailableError(NOT_INSTALLED)
         nccl = choose_nccl(named, lambda preload: ask_torch(preloading(preload, environment)))
         multiprocessors = fewest_multiprocessors(ask_driver())
-        fitting = max_ctas(multiprocessors, ranks)
+        fitting = max_ctas(multiprocessors, ranks, kernels_at_once(config))
         visible = visible_by_uuid(environment)
     except UnavailableError as error:
         raise UnavailableError(f"mode shared-gpu: {error}") from None
@@ -100,16 +103,31 @@ def share(world_size: int, gpus: int, named: Path | None, environment: Mapping[s
     )
 
 
-def max_ctas(multiprocessors: int, ranks: int) -> int:
-    """The most blocks an NCCL kernel may have so that those of all `ranks` of a GPU are on it at once, else they wait
-    for each other for ever: 4 for 8 ranks on 132 multiprocessors. Raises `UnavailableError` for less than one."""
-    most = multiprocessors // KERNELS_AT_ONCE
+def kernels_at_once(config: Trainer.Config) -> int:
+    """How many NCCL kernels a rank of `config` may have on its GPU at once, one for each of its communicators
+    (harness.trainer.parallel_dims, fully_sharded): that of the world, which an axis as large as the world shares, and
+    one for every other axis of several ranks; with context parallelism FSDP2 has its own, and may have one more for
+    reduce-scatters. Single sends and receives have a communicator for each peer."""
+    layout, world_size = config.parallelism, config.world_size
+    if config.workload == "point_to_point":
+        return max(FEWEST_KERNELS_AT_ONCE, 1 if config.point_to_point.batched else 3)
+    degrees = [layout.pp, layout.dp_replicate, layout.tp, *([config.dp_shard] if layout.cp == 1 else [])]
+    axes = sum(1 < degree < world_size for degree in degrees) + (2 if layout.cp > 1 else 0)
+    separate = layout.fsdp_reduce_scatter_group == "separate"
+    return max(FEWEST_KERNELS_AT_ONCE, 1 + axes + separate)
+
+
+def max_ctas(multiprocessors: int, ranks: int, kernels: int = FEWEST_KERNELS_AT_ONCE) -> int:
+    """The most blocks an NCCL kernel may have so that those of all `ranks` of a GPU, `kernels` of each, are on it at
+    once, else they wait for each other for ever: 4 for 8 ranks on 132 multiprocessors. Raises `UnavailableError` for
+    less than one."""
+    most = multiprocessors // kernels
     if ranks > most:
         raise UnavailableError(
             f"{ranks} ranks on a GPU of {multiprocessors} multiprocessors, on which the collectives of at most {most} "
             "fit together: lower --nproc, or use --mode rehearsal for memory alone"
         )
-    return min(MOST_CTAS, multiprocessors // (ranks * KERNELS_AT_ONCE))
+    return min(MOST_CTAS, multiprocessors // (ranks * kernels))
 
 
 def require_few_connections(ranks: int, environment: Mapping[str, str]) -> None:
@@ -120,6 +138,15 @@ def require_few_connections(ranks: int, environment: Mapping[str, str]) -> None:
             f"CUDA_DEVICE_MAX_CONNECTIONS={text}: in mode shared-gpu the ranks of a GPU share its connections, and "
             f"{ranks} ranks with {TOO_MANY_CONNECTIONS} or more each fail: lower it or unset it"
         )
+
+
+def named_library(named: Path | None, environment: Mapping[str, str]) -> Path | None:
+    """The NCCL library `named`, or else the one that $MESHSCOPE_NCCL names. Raises `UsageError` if it is no file."""
+    if named is None and environment.get(LIBRARY_VARIABLE):
+        named = Path(environment[LIBRARY_VARIABLE])
+    if named is not None and not named.is_file():
+        raise UsageError(f"mode shared-gpu: the NCCL library {named} is not a file")
+    return named
 
 
 def choose_nccl(named: Path | None, ask: Callable[[Path | None], TorchFacts]) -> Nccl:
@@ -147,7 +174,7 @@ def choose_nccl(named: Path | None, ask: Callable[[Path | None], TorchFacts]) ->
     major = (own.cuda or "").partition(".")[0]
     raise UnavailableError(
         f"it needs NCCL {needed} or later, torch has {own.nccl_loaded}: pip install "
-        f"'nvidia-nccl-cu{major}>={needed}', or name a library with --nccl PATH"
+        f"'nvidia-nccl-cu{major}>={needed}', or name a library with --nccl PATH or {LIBRARY_VARIABLE}"
     )
 
 
@@ -194,12 +221,25 @@ def visible_by_uuid(environment: Mapping[str, str]) -> dict[str, str]:
         ) from None
 
 
-def missing(torch: TorchFacts, cuda: CudaFacts, usable: int) -> str | None:
+def find_nccl(torch: TorchFacts, environment: Mapping[str, str]) -> Nccl | str:
+    """The library that a run here gets without --nccl, or why there is none; `torch` is what is known of it already."""
+
+    def ask(preload: Path | None) -> TorchFacts:
+        return torch if preload is None else ask_torch(preloading(preload, environment))
+
+    try:
+        return choose_nccl(named_library(None, environment), ask)
+    except (UnavailableError, UsageError) as error:
+        return str(error).removeprefix("mode shared-gpu: ")
+
+
+def missing(nccl: Nccl | str, cuda: CudaFacts, usable: int) -> str | None:
     """Why no run of this mode can start here, None if one can; `meshscope doctor` says it."""
     if usable == 0:
         return "no usable CUDA device"
+    if isinstance(nccl, str):
+        return nccl
     try:
-        choose_nccl(None, lambda preload: torch if preload is None else ask_torch(preloading(preload, os.environ)))
         fewest_multiprocessors(cuda)
     except UnavailableError as error:
         return str(error)

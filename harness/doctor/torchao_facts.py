@@ -1,0 +1,8 @@
+"""A program: imports what float8 layers need and prints torchao's version. Stands alone: it runs in a process of its
+own, which may end in any way."""
+
+import json
+
+import torchao.float8
+
+print(json.dumps({"version": torchao.__version__}))

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from written import write_kernels, write_recording, write_snapshot
 
-from harness import cli
+from harness import cli, recording
 from harness.errors import UsageError
 
 ROOT = Path(cli.__file__).parent.parent
@@ -367,9 +368,24 @@ def test_compare_prints_an_object_for_files_that_say_nothing(meshscope, tmp_path
 
 
 @pytest.mark.parametrize("command", ["report", "overlap", "memory"])
-def test_reading_commands_take_no_cache(meshscope, command):
-    assert meshscope(command, "nowhere", "--no-cache").returncode == 3
-    assert "no result is cached" in meshscope(command, "--help").stdout
+def test_reading_commands_keep_no_result_with_or_without_no_cache(tmp_path, monkeypatch, capsys, command):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    run = write_recording(tmp_path / "run")
+    write_kernels(recording.trace_path(run, 3, 0), [("allreduce", "mesh_dp", 20, 0, 1000), ("gemm", None, 7, 0, 500)])
+    write_snapshot(recording.snapshot_path(run, 3, 0))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    said = []
+    for options in ([], ["--no-cache"]):
+        assert cli.main([command, str(run), "--json", *options]) in (0, 4)
+        said.append(capsys.readouterr().out)
+
+    assert said[0] == said[1]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "changes nothing: of all commands only dashboard keeps" in " ".join(capsys.readouterr().out.split())
 
 
 def test_overrides_are_taken_out_of_the_command_line_in_order():

@@ -16,7 +16,8 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-cache", action="store_true", help="changes nothing: no result is cached in this version")
+    words = "changes nothing: of all commands only dashboard keeps results"
+    parser.add_argument("--no-cache", action="store_true", help=words)
 
 
 def require_page(path: Path) -> None:

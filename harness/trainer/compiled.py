@@ -28,7 +28,7 @@ class Compiled:
     """What `config.compile` asks of one training, and a record of what torch made of it.
 
     To be built once for each training of a process: it drops what was compiled for an earlier one, whose process groups
-    are gone. Raises `UsageError` where the environment switches torch.compile off.
+    are gone. Raises `UsageError` where torch.compile is off, which the environment of now need not say.
     """
 
     def __init__(self, config: config.Trainer.Config, device: torch.device) -> None:
@@ -43,8 +43,8 @@ class Compiled:
         if self._wanted.blocks or self._wanted.loss:
             if torch._dynamo.config.disable:
                 raise UsageError(
-                    "compile.blocks or compile.loss: TORCH_COMPILE_DISABLE=1 or TORCHDYNAMO_DISABLE=1 switches "
-                    "torch.compile off; unset it"
+                    "compile.blocks or compile.loss: torch.compile is off in this process, by TORCH_COMPILE_DISABLE=1 "
+                    "when torch was imported or by torch._dynamo.config.disable=True; take that away"
                 )
             torch._dynamo.reset()
             dynamo.counters.clear()

@@ -72,5 +72,6 @@ def test_a_memory_budget_is_set_for_one_training_and_gone_with_the_next() -> Non
 
 def test_torch_compile_that_the_environment_switches_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    with pytest.raises(UsageError, match="TORCH_COMPILE_DISABLE=1"):
+    with pytest.raises(UsageError, match="TORCH_COMPILE_DISABLE=1") as caught:
         Compiled(one_layer(loss=True), torch.device("cpu"))
+    assert "TORCHDYNAMO_DISABLE" not in str(caught.value)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from harness.allocator.blocks import Block, Driver, ExpandableSegment, Pool
 
 # torch reserves 9/8 of the device's memory; how much that is decides nothing until it is used up.
-_ADDRESS_PAGES = 1 << 20
+ADDRESS_SPACE_BYTES = 1 << 45
 
 
 def grow(pool: Pool, stream: int, size: int, page: int, driver: Driver) -> Block:
     """A free block of at least `size` bytes, at the lowest address that mapping makes one; it is in no pool."""
-    block = _lowest_space(pool, stream, size) or _reserve(pool, stream, size, page, driver)
+    block = _lowest_space(pool, stream, size) or _reserve(pool, stream, page, driver)
     if not block.mapped:
         _map(block, min(block.size, size), driver)
     while block.size < size:
@@ -56,6 +56,11 @@ def expandable_size(block: Block) -> int:
     return block.size + (following.size if following is not None and not following.mapped else 0)
 
 
+def address_space(page: int) -> int:
+    """Bytes of addresses that a new segment gets, in whole pages."""
+    return ADDRESS_SPACE_BYTES // page * page
+
+
 def _lowest_space(pool: Pool, stream: int, size: int) -> Block | None:
     """The first of the adjacent free and unmapped blocks that together hold `size`, at the lowest address."""
     for unmapped in pool.unmapped.get(stream, ()):
@@ -71,8 +76,8 @@ def _lowest_space(pool: Pool, stream: int, size: int) -> Block | None:
     return None
 
 
-def _reserve(pool: Pool, stream: int, size: int, page: int, driver: Driver) -> Block:
-    space = max(_ADDRESS_PAGES, -(-size // page)) * page
+def _reserve(pool: Pool, stream: int, page: int, driver: Driver) -> Block:
+    space = address_space(page)
     segment = ExpandableSegment(driver.reserve(space), space, page)
     block = Block(pool, stream, segment.address, space, segment)
     block.mapped = False

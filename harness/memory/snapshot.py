@@ -61,7 +61,8 @@ class Block:
 
 @dataclass(slots=True)
 class Segment:
-    """A piece of memory the allocator holds from the driver at the end (sizes in bytes, rounded)."""
+    """A piece of memory the allocator holds from the driver at the end (sizes in bytes, rounded); `small`: of the pool
+    for requests up to 1 MiB."""
 
     address: int
     stream: int
@@ -70,6 +71,7 @@ class Segment:
     active_size: int
     expandable: bool
     private_pool: bool
+    small: bool
     blocks: list[Block]
 
 
@@ -136,10 +138,12 @@ class Annotation:
 
 @dataclass(slots=True)
 class Snapshot:
-    """A whole snapshot file; `devices` holds only those with segments or events."""
+    """A whole snapshot file; `devices` holds only those with segments or events, `settings` what torch wrote of its
+    allocator's (nothing before 2.0)."""
 
     devices: list[Device]
     annotations: list[Annotation]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -180,7 +184,8 @@ def parse_snapshot(content: Any) -> Snapshot:
         Device(index, segments.get(index, []), histories.get(index) or History(), holders.get(index, []), annotations)
         for index in sorted(segments.keys() | histories.keys())
     ]
-    return Snapshot(devices, annotations)
+    settings = content.get("allocator_settings")
+    return Snapshot(devices, annotations, settings if isinstance(settings, dict) else {})
 
 
 def _items(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -242,6 +247,7 @@ def _segment(item: dict[str, Any], where: str) -> Segment:
         active_size=_bytes(item, "active_size", where, default=active),
         expandable=item.get("is_expandable") is True,
         private_pool=isinstance(pool, list | tuple) and tuple(pool) != (0, 0),
+        small=item.get("segment_type") == "small",
         blocks=blocks,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +41,36 @@ def show(
         row_height=ROW_PIXELS,
         **arguments,
     )
+
+
+def picked(
+    rows: Sequence[Mapping[str, Any]],
+    headers: Mapping[str, str | ColumnConfig],
+    name: str,
+    *,
+    parameter: str,
+    several: bool,
+    words: str | None = None,
+) -> list[str]:
+    """A table to pick rows of, as `show`; returns the field `name` of those picked. The URL keeps them as
+    `?{parameter}=`, so that they stay picked when others come before them, or another sorting."""
+    names = [str(row[name]) for row in rows]
+    asked = [one for one in dict.fromkeys(st.query_params.get_all(parameter)) if one in names]
+    asked = asked if several else asked[:1]
+    # A table keeps the positions that are picked: with other rows it is another one, which begins with the names.
+    selection = show(
+        rows,
+        headers,
+        key=f"{parameter}: {json.dumps(names)}",
+        words=words,
+        on_select="rerun",
+        selection_mode="multi-row" if several else "single-row",
+        selection_default={"selection": {"rows": [names.index(one) for one in asked]}},
+    ).selection
+    found = [names[row] for row in selection.rows]
+    if found != asked:
+        st.query_params[parameter] = found
+    return found
 
 
 def styled(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> Any:

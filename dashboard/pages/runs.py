@@ -49,8 +49,7 @@ def listing() -> None:
     shown = [row | {"state": states.marked(row["state"])} for row in chosen[:SHOWN]]
     more = f", the first {SHOWN} shown" if len(chosen) > SHOWN else ""
     st.caption(f"{counted(len(chosen), 'run')} of {len(rows)}{more}. Select one to open it, two to compare them.")
-    picked = tables.show(shown, columns(shown), key="picked", on_select="rerun", selection_mode="multi-row")
-    open_or_compare([chosen[index]["run"] for index in picked.selection.rows if index < len(chosen)])
+    open_or_compare(tables.picked(shown, columns(shown), "run", parameter="picked", several=True))
 
 
 def filtered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -107,14 +106,8 @@ def open_or_compare(names: list[str]) -> None:
 def show_experiments(experiments: list[dict[str, Any]]) -> None:
     st.subheader("Experiments")
     headers = {"run": "experiment", "knob": "knob", "verdict": "verdict", "primary": "decided by", "pairs": "pairs"}
-    picked = tables.show(
-        experiments,
-        headers | {"mode": "mode", "recommended": "recommended"},
-        key="experiment_picked",
-        words="Experiments and their verdicts",
-        on_select="rerun",
-        selection_mode="single-row",
-    )
-    chosen = picked.selection.rows[0] if picked.selection.rows else 0
-    name = experiments[min(chosen, len(experiments) - 1)]["run"]
+    headers |= {"mode": "mode", "recommended": "recommended"}
+    words = "Experiments and their verdicts"
+    picked = tables.picked(experiments, headers, "run", parameter="experiment", several=False, words=words)
+    name = picked[0] if picked else experiments[0]["run"]
     state.link("ab", f"Open experiment {name} in A/B", icon=":material/science:", experiment=name)

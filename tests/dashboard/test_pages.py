@@ -78,6 +78,33 @@ def test_runs_are_filtered_and_sorted_by_the_url(open_page):
     assert "0 runs of" in text_of(healthy(app))
 
 
+def links_to(app, page: str) -> list[str]:
+    return [one.proto.query_string for one in app.main.get("page_link") if one.proto.page == page]
+
+
+def test_runs_that_are_picked_are_in_the_url(open_page):
+    app = healthy(open_page(RECORDED, picked=[ONE, OTHER]))
+    (address,) = links_to(app, "compare")
+    assert f"a={ONE}&b={OTHER}" in address
+    app.text_input(key="q").set_value("connections_1").run()  # names stay picked where rows move
+    assert [f"run={OTHER}" in address for address in links_to(healthy(app), "overview")] == [True]
+    assert app.query_params["picked"] == [ONE, OTHER]
+
+    app = healthy(open_page(RECORDED, picked=["gone", OTHER], sort="slowest first"))
+    assert [f"run={OTHER}" in address for address in links_to(app, "overview")] == [True]
+
+
+def test_a_run_that_is_picked_by_hand_is_in_the_url(open_page):
+    app = healthy(open_page(RECORDED))
+    assert not links_to(app, "overview")
+    table = next(element for element in app.dataframe if "state" in element.value.columns)
+    row = table.value["run"].tolist().index(OTHER)
+    app.session_state[table.key] = {"selection": {"rows": [row], "columns": [], "cells": []}}
+    app.run()
+    assert app.query_params["picked"] == OTHER
+    assert links_to(healthy(app), "overview")
+
+
 def test_overview_shows_the_figures_of_the_report(open_page):
     app = healthy(open_page(RECORDED, "overview", run=ONE))
     report = as_json(build(RECORDED / ONE).to_json())

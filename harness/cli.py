@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "everything about a recording: steps, memory, communication, life of a parameter, prediction beside it",
     "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension, FSDP unit",
     "memory": "peaks, stacking and composition of allocator snapshots",
+    "whatif": "what a recorded run would have reserved under other settings of torch's caching allocator",
     "ledger": "predicted memory and communication of a run, next to what a recording of it measured",
     "compare": "one recording against another: what changed, what the runs differ in, and bounds for CI",
     "probe": "does a setting change anything? repeated runs of each arm, and a verdict with its interval",

@@ -155,9 +155,8 @@ class Driver:
     """What CUDA's driver is asked for: hands out addresses, and counts bytes and calls. Mapping and unmapping pages
     counts too, as in torch's `num_device_alloc` and `num_device_free`.
 
-    Addresses fall, as those of cudaMalloc mostly do: of equally large free blocks the one of the newer segment is taken.
-    That decides reserved bytes (rising addresses: up to 9 % more on recordings of H200s, falling ones: none). A replay
-    derives one that hands out the addresses of a recording.
+    Addresses fall, as cudaMalloc's mostly do: of equally large free blocks that of the newer segment is taken. It
+    matters: on recordings of H200s rising addresses gave up to 9 % more reserved bytes, falling ones the recorded ones.
     """
 
     def __init__(self, below: int = 1 << 47) -> None:

@@ -34,35 +34,45 @@ class Fidelity:
 
 
 class RecordedDriver(Driver):
-    """Hands out the addresses that the recording's driver handed out, in its order, and keeps the calls."""
+    """Hands out the addresses that the recording's driver handed out as long as it is asked for the same, and keeps the
+    calls."""
 
     def __init__(self, history: History, below: int) -> None:
         super().__init__(below)
         self.calls: list[Call] = []
         self._recorded = [
-            (a, address) for a, address in zip(history.action, history.address, strict=True) if a in _GROWS
+            (address, size)
+            for action, address, size in zip(history.action, history.address, history.size, strict=True)
+            if action in _GROWS
         ]
-        self._next = 0
+        self._recorded.reverse()
 
     def reserve(self, size: int) -> int:
-        if self._next < len(self._recorded):
-            return self._recorded[self._next][1]
-        return super().reserve(size)
+        return self._recorded[-1][0] if self._recorded else super().reserve(size)
 
     def malloc(self, size: int, stream: int) -> int:
+        self._follow(size)
         address = super().malloc(size, stream)
-        self._next += 1
+        if self._recorded:
+            self._recorded.pop()
         self.calls.append((Action.SEGMENT_ALLOC, address, size))
         return address
+
+    def map(self, address: int, size: int) -> None:
+        self._follow(size)
+        super().map(address, size)
+        if self._recorded:
+            self._recorded.pop()
+        self.calls.append((Action.SEGMENT_MAP, address, size))
+
+    def _follow(self, size: int) -> None:
+        """Forgets the recording where it goes another way: its later addresses could overlap."""
+        if self._recorded and self._recorded[-1][1] != size:
+            self._recorded.clear()
 
     def free(self, address: int, size: int) -> None:
         super().free(address, size)
         self.calls.append((Action.SEGMENT_FREE, address, size))
-
-    def map(self, address: int, size: int) -> None:
-        super().map(address, size)
-        self._next += 1
-        self.calls.append((Action.SEGMENT_MAP, address, size))
 
     def unmap(self, address: int, size: int) -> None:
         super().unmap(address, size)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.allocator import Allocator, Block, Driver, OutOfMemoryError, Settings
-from harness.memory.frames import allocation_site
+from harness.memory.frames import BEFORE_HISTORY, allocation_site
 from harness.memory.replay import records_requests
 from harness.memory.snapshot import Action, Device, History
 from harness.whatif.start import Start, lay_out
@@ -20,19 +20,22 @@ _MAX_ADDRESS = 1 << 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What to replay with. `limit_bytes`: what the process may reserve, None for no limit; `without_pending`: blocks
-    can be reused when they are freed, as if no other stream had used them."""
+    """What to replay with. `limit_bytes`: what the process may reserve, None for no limit. `without_pending`: blocks
+    can be reused when they are freed, as if no other stream had used them. `afresh`: blocks from before the history are
+    allocated anew under `settings`, where the recording has them otherwise."""
 
     settings: Settings
     limit_bytes: int | None = None
     without_pending: bool = False
+    afresh: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """The request that did not fit: `index` into the history, where it was made, and the bytes at that moment."""
+    """The request that did not fit: `index` into the history (None: before it), where it was made, and the bytes at
+    that moment."""
 
-    index: int
+    index: int | None
     site: str
     requested_bytes: int
     reserved_bytes: int
@@ -60,16 +63,18 @@ class Replay:
         self._defers = not case.without_pending
         self._private = sorted((s.address, s.address + s.total_size) for s in device.segments if s.private_pool)
         self._empties = {release.index for release in releases(self.history) if release.by_user or not self._limited}
-        held = lay_out(start, self.allocator, recorded)
-        self._live = {address: block for address, block in held.items() if block.allocated}
-        self._pending = {(block.address, block.stream): block for block in held.values() if block.pending}
-        if case.without_pending:
-            for block in self._pending.values():
-                self.allocator.complete_free(block)
-            self._pending.clear()
+        self._live: dict[int, Block] = {}
+        self._pending: dict[tuple[int, int], Block] = {}
+        if case.afresh:
+            self._allocate_anew(start)
+        else:
+            self._take_over(lay_out(start, self.allocator, recorded))
+        self.allocator.reset_peaks()
 
     def steps(self) -> Iterator[int]:
         """Makes each event's request in turn and yields its index; stops where memory runs out."""
+        if self.out_of_memory is not None:
+            return
         history = self.history
         events = zip(history.action, history.address, history.size, history.stream, strict=True)
         for index, (action, address, size, stream) in enumerate(events):
@@ -92,13 +97,32 @@ class Replay:
                 self.allocator.free(block)
             yield index
 
-    def _malloc(self, index: int, address: int, size: int, stream: int) -> Block | None:
+    def _take_over(self, held: dict[int, Block]) -> None:
+        for address, block in held.items():
+            if block.allocated:
+                self._live[address] = block
+            elif self._defers:
+                self._pending[address, block.stream] = block
+            else:
+                self.allocator.complete_free(block)
+
+    def _allocate_anew(self, start: Start) -> None:
+        """The blocks of the highest addresses first: where they fall with time (see `Driver`), the oldest."""
+        for held in reversed(start.blocks):
+            block = self._malloc(None, held.address, held.requested_bytes, held.stream)
+            if block is None:
+                return
+            self._live[held.address] = block
+            if held.pending:
+                self._free(held.address, held.stream)
+
+    def _malloc(self, index: int | None, address: int, size: int, stream: int) -> Block | None:
         try:
             return self.allocator.malloc(size, stream, int(self._is_private(address)))
         except OutOfMemoryError as error:
             self.out_of_memory = OutOfMemory(
                 index=index,
-                site=allocation_site(self.history.frames[index]),
+                site=BEFORE_HISTORY if index is None else allocation_site(self.history.frames[index]),
                 requested_bytes=size,
                 reserved_bytes=error.reserved_bytes,
                 allocated_bytes=error.allocated_bytes,

@@ -25,6 +25,7 @@ COMPARED: dict[str, Metric] = {
             "peak_reserved_bytes",
             "exposed_ns",
             "overlap_pct",
+            "wait_pct",
         )
     },
     RSS.name: RSS,

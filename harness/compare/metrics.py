@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.compare.measured import Measured
+from harness.compare.waits import waiting
 
 Better = Literal["lower", "higher"]
 
@@ -43,6 +44,7 @@ METRICS: dict[str, Metric] = {
         Metric("comm_ns", "lower", "communicating time of a traced step, mean"),
         Metric("exposed_ns", "lower", "communication of a traced step with no kernel computing, mean"),
         Metric("overlap_pct", "higher", "share of communication hidden by compute, mean of the ranks' whole files"),
+        Metric("wait_pct", "lower", "share of matched collectives' time spent waiting for the last rank to arrive"),
     )
 }
 
@@ -76,6 +78,7 @@ def run_metrics(measured: Measured) -> dict[str, Value]:
         "comm_ns": _of_traced_steps(measured, "comm_ns"),
         "exposed_ns": _of_traced_steps(measured, "exposed_ns"),
         "overlap_pct": _overlap(measured),
+        "wait_pct": _waiting(measured),
     }
     found |= {name: _peak(measured, name) for name, metric in METRICS.items() if metric.is_bytes}
     return {name: found[name] for name in METRICS}
@@ -138,6 +141,21 @@ def _overlap(measured: Measured) -> Value:
     if not shares:
         return Value(value=None, reason="no communication in the traces")
     return Value(value=statistics.mean(shares), source=_source(entries))
+
+
+def _waiting(measured: Measured) -> Value:
+    """Over the collectives of the complete steps: the rest is transfer, which no rank's lateness lengthens."""
+    if measured.complete_overlap is None:
+        return Value(value=None, reason="no complete step in the traces" if measured.overlap else NO_TRACE)
+    cross_rank = measured.complete_overlap["cross_rank"]
+    if cross_rank["aligned"] is None:
+        return Value(value=None, reason="no collective that two ranks recorded")
+    if cross_rank["aligned"] is False:
+        return Value(value=None, reason="the ranks' clocks do not agree")
+    wait_ns, transfer_ns = waiting(cross_rank["collectives"])
+    if not wait_ns + transfer_ns:
+        return Value(value=None, reason="collectives took no time")
+    return Value(value=100 * wait_ns / (wait_ns + transfer_ns), source=_source(measured.complete_overlap["ranks"]))
 
 
 def _source(entries: list[dict[str, Any]]) -> str:

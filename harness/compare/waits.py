@@ -1,9 +1,10 @@
-"""For whom a rank waited in each of its collectives."""
+"""How long ranks waited in their collectives, and for whom."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from harness.trace import Capture
 from harness.trace.cross_rank import clocks_aligned, match
@@ -29,3 +30,9 @@ def waits_of(captures: Sequence[Capture], capture: Capture) -> dict[tuple[int, i
             if record.rank == capture.rank:
                 found[record.start_ns, record.dur_ns] = Wait(record.dur_ns - one.transfer_ns, last)
     return found
+
+
+def waiting(collectives: Iterable[dict[str, Any]]) -> tuple[float, int]:
+    """Waiting (mean over a collective's ranks) and transfer of items of `harness.trace.cross_rank`, both in ns."""
+    items = list(collectives)
+    return sum(statistics.mean(one["wait_ns"].values()) for one in items), sum(one["transfer_ns"] for one in items)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from harness.compare.waits import waiting
 from harness.report.finding import Finding, Severity, of_time, ranks_text
 from harness.report.over_ranks import ALL
 from harness.trace import Capture
@@ -151,13 +151,10 @@ def late_ranks(cross_rank: dict[str, Any], dimensions: Sequence[dict[str, Any]],
     for item in cross_rank["collectives"]:
         by_dimension.setdefault(item["dimension"], []).append(item)
     for name, items in by_dimension.items():
+        total, transfer = waiting(items)
         waits: dict[int, float] = {}
-        transfer = total = 0.0
         for item in items:
-            wait = statistics.mean(item["wait_ns"].values())
-            waits[item["last_rank"]] = waits.get(item["last_rank"], 0) + wait
-            total += wait
-            transfer += item["transfer_ns"]
+            waits[item["last_rank"]] = waits.get(item["last_rank"], 0) + waiting([item])[0]
         share = 100 * total / (total + transfer) if total else 0.0
         if share < WAIT_PCT:
             continue
@@ -171,7 +168,7 @@ def late_ranks(cross_rank: dict[str, Any], dimensions: Sequence[dict[str, Any]],
             else f"{name}: {share:.0f} % of communication is waiting",
             evidence={
                 "wait_ns": round(total),
-                "transfer_ns": round(transfer),
+                "transfer_ns": transfer,
                 "wait_pct": share,
                 "caused_by_last_rank_pct": 100 * caused / total,
             },

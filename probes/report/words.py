@@ -19,6 +19,7 @@ NAMES = {
     "peak_rss_bytes": "the highest resident set",
     "exposed_ns": "exposed communication",
     "overlap_pct": "the share of communication that compute hides",
+    "wait_pct": "the share of communication spent waiting for the last rank",
 }
 
 

@@ -151,6 +151,21 @@ def test_traces_and_snapshots_alone(tmp_path):
     assert any("no manifest" in note for note in found["notes"])
 
 
+def test_waiting_is_told_from_transfer(tmp_path):
+    """Four all-reduces that end together: rank 1 joins `late` µs after rank 0, the transfer takes the other 200."""
+    for name, late in (("a", 0), ("b", 800)):
+        for rank in range(2):
+            behind = late if rank else 0
+            kernels = [("allreduce", "mesh_dp", 20, 2000 * k + behind, late + 200 - behind) for k in range(4)]
+            write_kernels(tmp_path / name / f"rank{rank}_trace.json.gz", kernels, rank=rank)
+    found = {item["metric"]: item for item in compared(tmp_path / "a", tmp_path / "b")["metrics"]}["wait_pct"]
+    assert found["a"] == 0
+    assert found["b"] == pytest.approx(100 * (800 + 0) / 2 / ((800 + 0) / 2 + 200))
+    alone = write_kernels(tmp_path / "alone" / "rank0_trace.json.gz", [("allreduce", "mesh_dp", 20, 0, 200)])
+    (found,) = [item for item in compared(alone, alone)["metrics"] if item["metric"] == "wait_pct"]
+    assert found["a"] is None
+
+
 def test_what_waits_for_a_stream_depends_on_timing(tmp_path):
     for name, pending in (("a", 0), ("b", 3)):
         write_snapshot(tmp_path / name / "rank0_snapshot.pickle", pending=pending)

@@ -267,7 +267,8 @@ class Recorder:
         trace: Window = field(default_factory=lambda: Window(start=4, steps=2))
         """Steps under torch.profiler; one chrome trace per rank."""
         memory: Window = field(default_factory=lambda: Window(start=2, steps=2))
-        """CUDA: steps under allocator history, one snapshot per rank at its end.
+        """CUDA: steps under allocator history, one snapshot per rank at its end. With `start=0` the history begins with
+        the recorder: the trainer's model is built in it, and `meshscope whatif` then knows everything.
         CPU: steps in which every live tensor storage is tracked."""
         max_history_entries: int = 1_000_000
         peak_tflops: float | None = None

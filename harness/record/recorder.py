@@ -175,6 +175,7 @@ class Recorder(harness_config.Recorder):
         if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, unwind)
             self._handles_sigterm = True
+        self._windows.enter_loop(self.completed_steps)
         return self
 
     def __exit__(

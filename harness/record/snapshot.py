@@ -45,7 +45,10 @@ class MemoryHistory:
         self.active = False
 
     def before_step(self, step: int) -> None:
-        if self._window.steps and step == self._window.start:
+        """Opens the window if `step` is its first; asked before the loop begins, so that the first step's holds what is
+        built for it, too."""
+        if self._window.steps and step == self._window.start and not self.active:
+            torch.cuda.init()  # else no device has an allocator yet, and none would remember
             torch.cuda.memory._record_memory_history(**self._options)
             self.active = True
 

@@ -58,6 +58,12 @@ class Windows:
         self.annotating = self._trace.active or remembering
         self.labelling = self._tracker is not None or remembering
 
+    def enter_loop(self, first_step: int) -> None:
+        """A memory window of the first step opens with the recorder."""
+        if self._history is not None:
+            self._history.before_step(first_step)
+            self._refresh()
+
     def enter(self, step: int) -> list[str]:
         """Opens what `step` needs; returns the tags for its row. `leave_step` closes what lasts one step."""
         self._trace.before_step(step)

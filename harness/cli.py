@@ -38,6 +38,7 @@ COMMANDS = {
     "compare": "one recording against another: what changed, what the runs differ in, and bounds for CI",
     "probe": "does a setting change anything? repeated runs of each arm, and a verdict with its interval",
     "dashboard": "the pages over a folder of recordings, in a browser of this machine",
+    "calibrate": "measure what this machine's compute, memory, host and links do, for predicted times",
     "doctor": "what this machine can run, what is missing and the command for it",
 }
 

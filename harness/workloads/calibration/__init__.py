@@ -1,0 +1,1 @@
+"""Measuring what a machine can do: what `meshscope calibrate` starts on each rank (docs/calibration.md)."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.allocator import Settings
-from harness.allocator.conf import ConfError, describe, parse_conf
+from harness.allocator.conf import ConfError, describe
 from harness.errors import InputError, UsageError
 from harness.memory.replay import Timeline, follow_blocks, history_state, replay
 from harness.memory.snapshot import Device, Snapshot, read_snapshot
@@ -15,6 +15,7 @@ from harness.sources import Sources
 from harness.text import counted, size
 from harness.whatif.fidelity import Fidelity, RecordedDriver, measure_fidelity
 from harness.whatif.measure import Outcome, measure
+from harness.whatif.recorded import recorded_settings
 from harness.whatif.replay import Case, OutOfMemory, lowest_address, releases
 from harness.whatif.start import ContradictionError, find_start
 
@@ -119,17 +120,14 @@ def _answer_all(snapshot: Snapshot, question: Question) -> list[DeviceAnswer]:
     return answers
 
 
-def recorded_settings(snapshot: Snapshot) -> Settings:
-    """The settings that a snapshot was recorded with; raises ConfError where they are none of torch's."""
-    text = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return parse_conf(text if isinstance(text, str) else "")
-
-
 def _answer(device: Device, timeline: Timeline, recorded: Settings, question: Question) -> DeviceAnswer:
     start = find_start(device)
     below = lowest_address(device, start)
-    fidelity = measure_fidelity(device, timeline, start, recorded)
-    baseline = measure(device, start, recorded, Case(settings=recorded), lambda: RecordedDriver(device.history, below))
+    itself = Case(settings=recorded)
+    if recorded.memory_fraction != 1:  # it had a limit, of a memory that only the question may state
+        itself = replace(itself, limit_bytes=_allowed(recorded, question.limit_bytes))
+    fidelity = measure_fidelity(device, timeline, start, itself)
+    baseline = measure(device, start, recorded, itself, lambda: RecordedDriver(device.history, below))
     populated = bool(start.ranges)
     rows = [Row(alloc_conf="recorded", start="recorded" if populated else "empty", outcome=baseline)]
     for text, case in _cases(recorded, question, populated=populated):
@@ -185,14 +183,12 @@ def _notes(
             f"{size(fidelity.reserved_error_bytes)}. It was made by another allocator, or under a limit: take the "
             "other rows as estimates"
         )
-    starts = {row.start for row in rows}
-    if "recorded" in starts:
+    if rows[0].start == "recorded":
         yield f"{size(base_reserved)} were reserved before the history began: their layout is what ran before made it"
-    if "afresh" in starts:
+    if rows[-1].start == "afresh":
         yield (
-            "afresh: the blocks that were there before the history are allocated anew in its place, so what was cached "
-            "besides is gone; compare such rows with each other. What the recorded settings differ by from the "
-            "recording is what not knowing the beginning costs; record from the start of the process for exact figures"
+            "afresh: the blocks from before the history are allocated anew, and what was cached besides is gone. Row 1 "
+            "against row 0 is what not knowing the beginning costs; a history from the start of the process has all"
         )
     by_request = [release for release in releases(device.history) if not release.by_user]
     if by_request and question.limit_bytes is None:

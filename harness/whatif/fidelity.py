@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.allocator import Driver, Settings
+from harness.allocator import Driver
 from harness.memory.replay import Timeline
 from harness.memory.snapshot import Action, Device, History
 from harness.whatif.replay import Case, Replay, lowest_address
@@ -79,11 +79,11 @@ class RecordedDriver(Driver):
         self.calls.append((Action.SEGMENT_UNMAP, address, size))
 
 
-def measure_fidelity(device: Device, timeline: Timeline, start: Start, recorded: Settings) -> Fidelity:
-    """Raises ContradictionError (see `harness.whatif.start`)."""
+def measure_fidelity(device: Device, timeline: Timeline, start: Start, itself: Case) -> Fidelity:
+    """`itself` is how the recording was made. Raises ContradictionError (see `harness.whatif.start`)."""
     history = device.history
     driver = RecordedDriver(history, lowest_address(device, start))
-    replay = Replay(device, start, recorded, Case(settings=recorded), driver)
+    replay = Replay(device, start, itself.settings, itself, driver)
     error = abs(replay.allocator.reserved_bytes - timeline.base_reserved)
     for index in replay.steps():
         # Between a request and the memory it needed, the recording is ahead.

@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
 
 from harness.allocator import Allocator, Block, Settings
+from harness.allocator.expandable import ADDRESS_SPACE_BYTES
 from harness.allocator.restore import Piece, restore_segment
 from harness.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
 from harness.memory.replay import records_requests
@@ -155,9 +156,16 @@ def lay_out(start: Start, allocator: Allocator, recorded: Settings) -> dict[int,
 
     `recorded` are the settings that made it. Raises ContradictionError.
     """
+    for held, following in pairwise(start.ranges):
+        if held.end > following.address:
+            raise ContradictionError(f"the segments at {held.address:#x} and {following.address:#x} overlap")
     found: dict[int, Block] = {}
     for segment in _segments(start.ranges):
         first = segment[0]
+        if first.expandable and segment[-1].end - first.address > ADDRESS_SPACE_BYTES // 2:
+            raise ContradictionError(
+                f"the expandable segment at {first.address:#x} ends further off than memory is large"
+            )
         pieces = list(_pieces(segment, start.blocks, recorded))
         found |= restore_segment(
             allocator,

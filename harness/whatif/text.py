@@ -19,6 +19,8 @@ def report(analysis: Analysis) -> str:
         lines += [f"{file}  ({'rank unknown' if rank is None else f'rank {rank}'}, {analysis.mode})"]
         for device in devices:
             lines += [*_device_lines(device), ""]
+    notes = dict.fromkeys(note for _, _, devices in analysis.files for device in devices for note in device.notes)
+    lines += [f"note: {note}" for note in notes]
     return "\n".join(lines).rstrip()
 
 
@@ -67,11 +69,9 @@ def _device_lines(device: DeviceAnswer) -> Iterator[str]:
         if (found := row.outcome.out_of_memory) is not None:
             yield (
                 f"  out of memory ({_name(row)}): {size(found.requested_bytes)} asked with "
-                f"{size(found.reserved_bytes)} reserved and {size(found.allocated_bytes)} allocated, largest free block "
-                f"{size(found.largest_free_bytes)}, at {found.site}"
+                f"{size(found.reserved_bytes)} reserved and {size(found.allocated_bytes)} allocated, largest free "
+                f"block {size(found.largest_free_bytes)}, at {found.site}"
             )
-    for note in device.notes:
-        yield f"  note: {note}"
 
 
 def _name(row: Row) -> str:

@@ -81,6 +81,17 @@ class Block:
         self.size = size
         return rest
 
+    def give_way(self) -> Block:
+        """A free block in this one's place; this one is in no segment any more."""
+        block = Block(self.pool, self.stream, self.address, self.size, self.expandable)
+        block.previous, block.next = self.previous, self.next
+        if self.previous is not None:
+            self.previous.next = block
+        if self.next is not None:
+            self.next.previous = block
+        self.allocated = self.pending = False
+        return block
+
     def absorb(self, other: Block | None) -> None:
         """Takes in a neighbour that is free and, as this one, mapped or not; does nothing otherwise."""
         if other is None or other.allocated or other.pending or other.mapped != self.mapped:

@@ -121,17 +121,20 @@ class Allocator:
         if not block.pending:
             return
         del self._pending[block]
-        block.pending = False
         self._active.remove(block)
         self.active_bytes -= block.size
-        block.absorb(block.previous)
-        block.absorb(block.next)
-        block.pool.insert(block)
+        block.pending = False
+        self._make_reusable(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache()`: gives back what no block uses (torch's `release_cached_blocks`)."""
-        for block in list(self._pending):
-            self.complete_free(block)
+        """`torch.cuda.empty_cache()`: waits for pending blocks and gives back what no block uses (torch's
+        `release_cached_blocks`)."""
+        for block in self._pending:
+            self._active.remove(block)
+            self.active_bytes -= block.size
+            # Its owner still holds it, to complete it later: it must not be handed out again.
+            self._make_reusable(block.give_way())
+        self._pending.clear()
         for small in (False, True):
             if (0, small) in self._pools:
                 self._release_pool(self._pools[0, small])
@@ -159,6 +162,12 @@ class Allocator:
         self._activate(block, requested_bytes)
         if pending:
             self.request_free(block)
+
+    def _make_reusable(self, block: Block) -> None:
+        """torch's `free_block`."""
+        block.absorb(block.previous)
+        block.absorb(block.next)
+        block.pool.insert(block)
 
     def _activate(self, block: Block, requested_bytes: int) -> None:
         block.allocated = True

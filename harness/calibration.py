@@ -31,6 +31,7 @@ SECTIONS = (
     "matrix_products",
     "attention",
     "kernels",
+    "sustained",
     "host",
     "collectives",
     "overlaps",
@@ -137,6 +138,7 @@ def _without_points(choice: Choice, world_size: int) -> tuple[dict[str, str], di
     """Sections that this kind of machine has none of, and those that need more ranks or another mode; with reasons."""
     absent, missing = {}, {}
     if choice.device == "cpu":
+        absent["sustained"] = "of a CPU all points are"
         absent["overlaps"] = "a CPU has no streams on which a collective runs beside compute"
         absent["outside_memory"] = "a CPU has no such memory"
     elif choice.mode == "shared-gpu":

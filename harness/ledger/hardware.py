@@ -59,7 +59,15 @@ HostKind = Literal[
     "backward_operator",  # a node of the backward, per device kernel
     "dtensor_forward_operator",  # the same on DTensors
     "dtensor_backward_operator",
+    # In layers that keep less of their forward: selectively every operator passes through Python in forward and when it
+    # is computed again, and what any checkpointed layer's backward saved comes out of a hook in Python.
+    "selective_forward_operator",
+    "checkpointed_backward_operator",
+    "dtensor_selective_forward_operator",
+    "dtensor_checkpointed_backward_operator",
     "fsdp_forward_unit",  # FSDP2's hooks before and after a unit's forward, its all-gather issued and copied out
+    "cast_forward_unit",  # the hooks of a unit of one shard: nothing is gathered, its parameters are cast
+    "cast_backward_unit",
     "fsdp_backward_unit",  # the hooks of its backward: prefetch, copy-out, copy-in, reduce-scatter
     "collective",  # issuing one and waiting for it on the device
     "optimizer_step",  # clipping and fused AdamW, once a step
@@ -169,12 +177,22 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Matrix products beside a running collective of `ranks` ranks: how many times as long each takes as alone."""
+    """Matrix products beside a running collective of `ranks` ranks: how many times as long each takes as alone. Of
+    `send` beside a receive that waits, which keeps multiprocessors busy; that takes no longer for it."""
 
     kind: CollectiveKind
     ranks: Positive
     compute_factor: Factor
     collective_factor: Factor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sustained:
+    """What a device slows down to where it never rests: products one after the other for `seconds`, the last second's
+    against those of the points, before each of which it rested."""
+
+    factor: Factor
+    seconds: Rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +220,8 @@ class Hardware:
     collectives: list[Collective] = field(default_factory=list)
     overlaps: list[Overlap] = field(default_factory=list)
     outside_memory: list[OutsideMemory] = field(default_factory=list)
+    sustained: list[Sustained] = field(default_factory=list)
+    """One, where it was measured."""
     unmeasured: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -303,6 +323,11 @@ class Hardware:
         near = min(found, key=lambda one: abs(one.ranks - ranks))
         return near.compute_factor, near.collective_factor
 
+    @property
+    def sustained_factor(self) -> float:
+        """How many times as long products take on a device that never rests; 1 where that was not measured."""
+        return self.sustained[0].factor if self.sustained else 1.0
+
     @cached_property
     def _kernels(self) -> dict[str, list[tuple[int, int]]]:
         return _curves((point.kind, point.bytes, point.ns) for point in self.kernels)
@@ -386,6 +411,7 @@ _KEYS = {
     "collectives": ("kind", "ranks", "bytes"),
     "overlaps": ("kind", "ranks"),
     "outside_memory": ("kind", "ranks", "group"),
+    "sustained": (),
 }
 """What tells the points of a section apart."""
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)

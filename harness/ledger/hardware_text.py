@@ -111,7 +111,10 @@ def _collectives(hardware: Hardware) -> list[str]:
 
 def _overlaps(hardware: Hardware) -> list[str]:
     rows = [[o.kind, f"{o.ranks}", f"{o.compute_factor:.2f}", f"{o.collective_factor:.2f}"] for o in hardware.overlaps]
-    return table(["collective", "ranks", "products", "collective"], rows) if rows else []
+    lines = table(["collective", "ranks", "products", "collective"], rows) if rows else []
+    for one in hardware.sustained:
+        lines.append(f"  on a device that never rests, after {one.seconds:g} s: products {one.factor:.2f}")
+    return lines
 
 
 def _outside(hardware: Hardware) -> list[str]:

@@ -16,7 +16,7 @@ from harness.workloads.calibration.sizes import MIB, Sizes
 
 WARM_UP = 3
 MANY, FEW = 20, 5
-"""Repetitions of messages up to `SMALL` bytes, and of larger ones; the same on every rank."""
+"""Repetitions of messages up to `SMALL` bytes on GPUs, and of all others; the same on every rank."""
 SMALL = 16 * MIB
 SLEEP_CYCLES = 2**20
 """For each repetition: half a millisecond of an H200, in which the host issues it."""
@@ -64,11 +64,11 @@ def measure(clock: Clock, kind: CollectiveKind, size: int, group: dist.ProcessGr
     whole = torch.zeros(max(1, size // dtype.itemsize // n) * n, dtype=dtype, device=clock.device)
     moved = whole.numel() * dtype.itemsize
     operation = call(kind, whole, group)
-    repetitions = MANY if moved <= SMALL else FEW
+    repetitions = MANY if moved <= SMALL and clock.device.type == "cuda" else FEW
     for _ in range(WARM_UP):
         operation()
-    time = summary([_block(clock, operation, repetitions, group) for _ in range(clock.blocks)])
-    slowest = torch.tensor([time.ns, time.spread_pct], dtype=torch.float64, device=clock.device)
+    taken = summary([_block(clock, operation, repetitions, group) for _ in range(clock.blocks)])
+    slowest = torch.tensor([taken.ns, taken.spread_pct], dtype=torch.float64, device=clock.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     ns, spread = slowest.tolist()
     return moved, Time(ns=int(ns), spread_pct=spread)
@@ -116,9 +116,9 @@ def collectives(clock: Clock, sizes: Sizes) -> list[Collective]:
     for group in _groups():
         for kind in COLLECTIVE_KINDS if group is not None else ():
             for size in sizes.collective_bytes:
-                moved, time = measure(clock, kind, size, group)  # type: ignore[arg-type]
+                moved, taken = measure(clock, kind, size, group)  # type: ignore[arg-type]
                 ranks = group.size()  # type: ignore[union-attr]
-                point = Collective(kind=kind, ranks=ranks, bytes=moved, ns=time.ns, spread_pct=time.spread_pct)
+                point = Collective(kind=kind, ranks=ranks, bytes=moved, ns=taken.ns, spread_pct=taken.spread_pct)
                 found[kind, ranks, moved] = point
         _meet(clock, dist.group.WORLD)  # type: ignore[arg-type]
     return list(found.values())
@@ -155,7 +155,42 @@ def overlaps(clock: Clock, sizes: Sizes) -> list[Overlap]:
                 collective_factor=round(hidden / message.ns, 3),
             )
         )
+    found.append(
+        Overlap(
+            kind="send",
+            ranks=group.size(),
+            compute_factor=round(_beside_a_wait(clock, side, product, group) / alone_ns, 3),
+            collective_factor=1.0,
+        )
+    )
     return found
+
+
+def _beside_a_wait(clock: Clock, side: torch.cuda.Stream, product: Operation, group: dist.ProcessGroup) -> float:
+    """Nanoseconds of a product on the rank that waits in a receive, whose sender sleeps; the median of the blocks, of
+    the slowest rank."""
+    whole = torch.zeros(MIB, dtype=torch.bfloat16, device=clock.device)
+    transfer = call("send", whole, group)
+    sends = group.rank() % 2 == 0
+    transfer()  # connects the ranks
+    times = []
+    for _ in range(clock.blocks):
+        _meet(clock, group)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(side):
+            if sends:
+                torch.cuda._sleep(SLEEP_CYCLES * 32)
+            transfer()
+        torch.cuda._sleep(SLEEP_CYCLES * 2)
+        begin.record()
+        for _ in range(MANY):
+            product()
+        end.record()
+        torch.cuda.synchronize(clock.device)
+        times.append(0.0 if sends else begin.elapsed_time(end) * 1e6 / MANY)
+    slowest = torch.tensor(summary(times).ns, dtype=torch.float64, device=clock.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return float(slowest)
 
 
 def _beside(

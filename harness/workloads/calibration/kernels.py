@@ -34,8 +34,8 @@ def _points(clock: Clock, sizes: Sizes) -> Iterator[Kernel]:
             moved, operation = MAKE[kind](clock.device, sizes, wanted)
             if moved not in seen:  # rows of a vocabulary are long: the smallest sizes are one row each
                 seen.add(moved)
-                time = clock.measure(operation)
-                yield Kernel(kind=kind, bytes=moved, ns=time.ns, spread_pct=time.spread_pct)
+                taken = clock.measure(operation)
+                yield Kernel(kind=kind, bytes=moved, ns=taken.ns, spread_pct=taken.spread_pct)
 
 
 def _bf16(device: torch.device, *shape: int) -> torch.Tensor:

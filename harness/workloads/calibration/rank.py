@@ -29,7 +29,7 @@ from harness.workloads.calibration import collectives, host, kernels, memory, op
 from harness.workloads.calibration.clock import Clock
 from harness.workloads.calibration.sizes import Sizes, sizes
 
-ALL_RANKS = ("host", "collectives", "overlaps", "outside_memory")
+ALL_RANKS = ("sustained", "host", "collectives", "overlaps", "outside_memory")
 """Sections in which every rank takes part; the others are measured on rank 0, while the rest wait."""
 
 
@@ -67,6 +67,8 @@ def measure(section: str, clock: Clock, chosen: Sizes, context: int) -> list[Any
         return list(operators.attention(clock, chosen))
     if section == "kernels":
         return list(kernels.kernels(clock, chosen))
+    if section == "sustained":
+        return list(operators.sustained(clock))
     if section == "host":
         return list(host.host(clock, chosen))
     if section == "collectives":

@@ -42,13 +42,16 @@ class ConfError(UsageError):
 def parse_conf(text: str) -> Settings:
     """The settings that `PYTORCH_ALLOC_CONF=text` makes; an empty text is torch's defaults. Raises ConfError."""
     rest = re.sub(r"\s", "", text)
-    values: dict[str, Any] = {}
+    pairs = []
     while rest:
         match = _PAIR.match(rest)
         if match is None:
             raise ConfError(f"{_shown(text)}: expected key:value at {_shown(rest)}")
-        key, value = match["key"], match["value"]
+        pairs.append((match["key"], match["value"]))
         rest = rest[match.end() :]
+    values: dict[str, Any] = {}
+    # Others are bounded by the size of a large segment, wherever it stands.
+    for key, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
         if key in _WITHOUT_EFFECT:
             continue
         if key not in _READERS:
@@ -58,8 +61,7 @@ def parse_conf(text: str) -> Settings:
         try:
             found = read(value, values)
         except ValueError as error:
-            reason = str(error)
-            raise ConfError(f"{printable(key)}:{_shown(value)}: {reason}") from error
+            raise ConfError(f"{key}:{printable(value[:60])}: {error}") from error
         if name:
             values[name] = found
     return Settings(**values)
@@ -112,7 +114,7 @@ def _large_segment(value: str, values: dict[str, Any]) -> int:
 
 
 def _not_below_segment(value: str, values: dict[str, Any]) -> int:
-    """torch refuses less than the size of a large segment that was set before it."""
+    """torch refuses less than the size of a large segment."""
     return _megabytes(value, values.get("large_segment_bytes", Settings().large_segment_bytes) // MIB)
 
 
@@ -148,8 +150,8 @@ def _native(value: str, values: dict[str, Any]) -> None:
 
 
 def _divisions(value: str, values: dict[str, Any]) -> tuple[int, ...]:
-    """One number for all sizes, or `[MiB:number,...,>:number]`: sizes up to the first interval take its number, `>`
-    those from the last one named on."""
+    """One number for all sizes, or `[MiB:number,...,>:number]`: sizes below the first interval take its number, `>` is
+    for those behind the last one named, and none in between."""
     if not value.startswith("["):
         return (_power_of_two(value),) * POWER2_INTERVALS
     found = [0] * POWER2_INTERVALS
@@ -160,7 +162,7 @@ def _divisions(value: str, values: dict[str, Any]) -> tuple[int, ...]:
             raise ValueError("expected [MiB:number,...]")
         number = 0 if number_text == "0" else _power_of_two(number_text)
         if bound == ">":
-            first = last or 0
+            first = (last or 0) + 1
             found[first:] = [number] * (POWER2_INTERVALS - first)
             continue
         interval = min(_power_of_two(bound).bit_length() - 1, POWER2_INTERVALS - 1)

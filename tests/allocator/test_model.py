@@ -20,7 +20,7 @@ CONFS = {
     "expandable, tight": ("expandable_segments:True", 500),
     "split": ("max_split_size_mb:40", None),
     "split, tight": ("max_split_size_mb:40,max_non_split_rounding_mb:25", 500),
-    "rounding": ("roundup_power2_divisions:[2:0,16:8,>:2]", None),
+    "rounding": ("roundup_power2_divisions:[1:0,2:0,16:8,>:2]", None),
     "large segments": ("large_segment_size_mb:30", None),
     "collecting": ("garbage_collection_threshold:0.5", 700),
     "collecting, split": ("garbage_collection_threshold:0.6,max_split_size_mb:40", 700),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import selectors
@@ -130,6 +131,9 @@ def work(rank: int) -> None:
     import torch
     from torch.distributed.tensor import debug
 
+    import harness.trainer.trainer  # noqa: F401, so that no job looks through what it imports for what is garbage
+
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         os.environ |= {

@@ -5,6 +5,7 @@ Runs as a process of its own, single-threaded, so that it can fork.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -368,13 +369,14 @@ def main() -> None:
     torch.set_num_threads(1)
     # Of torch.compile itself, which looks at tensors of a graph and means to ignore it.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    if any(not lacks(config) and config.float8.recipe != "none" for config, _ in CASES.values()):
+        import_module("torchao.float8")  # once, for all forks
+    gc.freeze()  # nor does each of them look through all that was imported for what is garbage
     context = multiprocessing.get_context("fork")
     found = {}
     for name, (config, rank) in CASES.items():
         if lacks(config):
             continue
-        if config.float8.recipe != "none":
-            import_module("torchao.float8")  # once, for all forks
         receive, send = context.Pipe(duplex=False)
         child = context.Process(target=lambda: send.send(figures(config, rank)))  # noqa: B023, it runs within the turn
         child.start()

@@ -6,6 +6,7 @@ once all have ended with a second line.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -75,6 +76,7 @@ class ForkedRanks:
 def work() -> None:
     import harness.trainer.trainer  # noqa: F401, before the ranks are forked
 
+    gc.freeze()  # nor does each of them look through it for what is garbage
     for line in sys.stdin:
         job = json.loads(line)
         config = from_dict(job["config"])

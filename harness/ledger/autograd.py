@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.ledger.recompute import Frame
+from harness.ledger.sizes import Size
 from harness.ledger.tape import Storage, Tape
 
 ACCUMULATE_GRAD = 1 << 62
@@ -83,6 +84,10 @@ class Graph:
         self.wanted: Wanted = "both"
         self.frame: Frame | None = None
         """Of the checkpointed region that is being computed."""
+        self.runs_backward = self.unpacks = False
+        """`unpacks`: what a checkpointed region saved for the operation that runs."""
+        self.on_sum: Callable[[Size], None] | None = None
+        """Told the size of gradients that are added up."""
 
     @property
     def computes_again(self) -> bool:
@@ -107,7 +112,7 @@ class Graph:
         With `inputs` wanted nothing that was saved goes, no weight gets a gradient, and what `backward_weights` needs
         for them is returned, in the order of backward (torch/distributed/pipelining/_backward.py).
         """
-        self.wanted = wanted
+        self.wanted, self.runs_backward = wanted, True
         kept: list[Kept] = []
         missing = self._consumers(root)
         arrived: dict[Node, Gradient] = {root: gradient}
@@ -137,12 +142,13 @@ class Graph:
                 missing[below] -= 1
                 if missing[below] == 0 and below in arrived:
                     heapq.heappush(ready, below)
+        self.runs_backward = False
         return kept
 
     def backward_weights(self, kept: list[Kept]) -> None:
         """Gives weights their gradients, those nearest to the input first; nodes without weights keep what they saved
         until the last one is done."""
-        self.wanted = "weights"
+        self.wanted, self.runs_backward = "weights", True
         while kept:
             node, gradient = kept.pop()
             assert node.backward is not None
@@ -155,9 +161,12 @@ class Graph:
                     assert result is not None
                     below.backward(result)
             del results
+        self.runs_backward = False
 
     def _sum(self, first: Gradient, second: Gradient, kept: list[Kept]) -> Gradient:
         """In place only where nobody else holds the first."""
+        if self.on_sum is not None:
+            self.on_sum(first.storage.size)
         is_held = first.is_view or any(one.storage is first.storage for _, one in kept)
         if self.sums_in_place and not is_held:
             return first

@@ -29,7 +29,7 @@ def forward_and_backward(step: Step, suffix: str) -> None:
     unit.gather()
     unit.wait()
     reduces, sharding.frees = sharding.reduces, False
-    for name, is_last in turns("chunk", "chunks", chunks, all_alike=False):
+    for name, is_last in turns("chunk", "chunks", chunks, all_alike=False, folded=step.program is None):
         step.suffix = f", {name}{suffix}"
         sharding.reduces = reduces and is_last
         _chunk(step, unit, hidden.storage)
@@ -43,9 +43,11 @@ def forward_and_backward(step: Step, suffix: str) -> None:
     step.end_backward()
 
 
-def turns(one: str, several: str, count: int, *, all_alike: bool) -> list[tuple[str, bool]]:
+def turns(one: str, several: str, count: int, *, all_alike: bool, folded: bool = True) -> list[tuple[str, bool]]:
     """What stands for `count` passages, named so, each with whether it is the last: the first, one for those that are
-    like the second, and the last unless it is like them too."""
+    like the second, and the last unless it is like them too. Unless `folded` all of them."""
+    if not folded:
+        return [(f"{one} {number}", number == count) for number in range(1, count + 1)]
     found = [(f"{one} 1", count == 1)]
     middle = range(2, count + 1 if all_alike else count)
     if middle:

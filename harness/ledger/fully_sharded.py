@@ -18,12 +18,16 @@ other; the reduce-scatter output goes once it has been copied to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from harness.ledger.autograd import ACCUMULATE_GRAD, Gradient, Graph, Node, Tensor
+from harness.ledger.fully_sharded_work import ShardingWork, UnitWork
 from harness.ledger.layout import Parameter
 from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
+
+if TYPE_CHECKING:
+    from harness.ledger.program import Program
 
 
 class Sharding:
@@ -53,6 +57,18 @@ class Sharding:
         self.all_gather_state: Storage | None = None
         self.reduce_scatter_state: Storage | None = None
 
+    def write_down(self, program: Program) -> None:
+        """What the units have the device do, from here on."""
+        work = ShardingWork(
+            program,
+            shards=self.shards,
+            element=self.element,
+            reduce_element=self.reduce_element,
+            asynchronous=self.async_unshard,
+        )
+        for unit in self.units:
+            unit.work = UnitWork(work, unit.name, unit.parameters)
+
     def new(self, category: str, coefficient: int, monomial: str) -> Storage:
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
 
@@ -80,6 +96,8 @@ class Sharding:
         self.reduce_scatter_state = None
         for unit in self.units:
             unit.all_reduce_state = None
+            if unit.work is not None:
+                unit.work.finalize()
 
 
 class Unit:
@@ -100,6 +118,8 @@ class Unit:
         self.gradients: dict[str, Gradient] = {}
         self.accumulated: dict[str, Storage] = {}
         self.all_reduce_state: Storage | None = None
+        self.work: UnitWork | None = None
+        """Where what it has the device do is written down, if its time is wanted."""
 
     def _unsplit(self) -> int:
         """Parameters are allocated one by one, before anything else was freed."""
@@ -158,6 +178,10 @@ class Unit:
     def keep_gradients(self) -> None:
         """A post-backward that reduces nothing: gradients are added up, in the dtype of the reduction, whole."""
         shared = self.sharding
+        if self.work is not None:
+            for parameter in self.parameters:
+                if parameter.name in self.gradients:
+                    self.work.keep_gradient(parameter, adds=parameter.name in self.accumulated)
         self._add_up()
         if shared.frees:
             self._free_unsharded()
@@ -189,6 +213,8 @@ class Unit:
         self._add_up()
         shared = self.sharding
         present = [p for p in self.parameters if p.name in self.gradients or p.name in self.accumulated]
+        if self.work is not None:
+            self.work.reduce(present, adds=any(p.name in self.sharded_gradients for p in present))
         symbol = self.symbol if len(present) == len(self.parameters) else f"N_{present[0].name}"
         gradients = [self._own_rows(parameter, self._take(parameter.name)) for parameter in present]
         if frees:
@@ -220,6 +246,8 @@ class Unit:
         shared = self.sharding
         if shared.shards == 1 or self.gathered is not None or self.unsharded:
             return
+        if self.work is not None:
+            self.work.gather()
         is_copied = shared.element != 4 or shared.host is not None
         copy = shared.new("all-gather input", shared.element, f"{self.symbol}/W") if is_copied else None
         self.gathered = shared.new("all-gather output", shared.element, self.symbol)
@@ -232,6 +260,8 @@ class Unit:
         if shared.shards == 1:
             self._copy_one_by_one()
             return
+        if self.work is not None:
+            self.work.copy_out()
         self.unsharded = [shared.new("unsharded parameters", shared.element, self.symbol)]
         if forward:
             shared.all_gather_state = None if shared.async_unshard else self.gathered
@@ -246,6 +276,8 @@ class Unit:
         """Without an all-gather each parameter is cast and copied; a cast lives until the next one is made
         (_fsdp_param_group.py:wait_for_unshard, `all_gather_input`)."""
         shared = self.sharding
+        if self.work is not None:
+            self.work.copy_one_by_one()
         cast: Storage | None = None
         for parameter in self.parameters:
             wide = shared.new("all-gather input", 4, parameter.monomial) if shared.host is not None else None

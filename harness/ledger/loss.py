@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from harness.ledger.autograd import Gradient, Tensor
+from harness.ledger.hardware import UnmeasuredError
 from harness.ledger.operators import LOGITS, Operators
 from harness.ledger.tape import Storage
 
@@ -19,6 +20,9 @@ def cross_entropy(ops: Operators, logits: Tensor) -> Tensor:
     """
     casts = ops.e != 4
     node = logits.node
+    if casts:
+        ops.runs("widen", "cross-entropy", (6, "T·V/k"))
+    ops.runs("log_softmax", "cross-entropy", (8, "T·V/k"))
     wide = ops.new(LOGITS, 4, "T·V/k") if casts else logits.storage
     log_probabilities = ops.new(LOGITS, 4, "T·V/k")
     del wide
@@ -27,6 +31,10 @@ def cross_entropy(ops: Operators, logits: Tensor) -> Tensor:
     del log_probabilities
 
     def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
+        ops.runs("fill", "cross-entropy", (4, "T·V/k"))
+        ops.runs("log_softmax_backward", "cross-entropy", (12, "T·V/k"))
+        if casts:
+            ops.runs("narrow", "cross-entropy", (6, "T·V/k"))
         to_log_probabilities = Gradient(ops.new(LOGITS, 4, "T·V/k"))
         to_logits = Gradient(ops.new(LOGITS, 4, "T·V/k"))
         del to_log_probabilities
@@ -51,6 +59,21 @@ def vocab_parallel_cross_entropy(ops: Operators, logits: Tensor, implementation:
 
 
 def _in_place(ops: Operators, logits: Tensor) -> Tensor:
+    def whole(*coefficients: int) -> None:
+        """A kernel for each, that reads and writes so many bytes an element of this rank's logits."""
+        for coefficient in coefficients:
+            ops.runs("elementwise", "cross-entropy", (coefficient, "T·V/t/k"))
+
+    def over_ranks(what: str) -> None:
+        if ops.program is not None:
+            ops.program.collective("all_reduce", "tp", what, ops.quantities.size(4, "T/k").bytes)
+
+    ops.runs("widen", "cross-entropy", (4 + ops.e, "T·V/t/k"))
+    whole(4)
+    over_ranks("largest logits")
+    whole(8, 8, 4)  # shifted, exponential, and its sum
+    over_ranks("sums of exponentials")
+    over_ranks("logits of the targets")
     shifted = ops.new(LOGITS, 4, "T·V/t/k")
     largest = ops.new(LOGITS, 4, "T/k")
     exponential = ops.new(LOGITS, 4, "T·V/t/k")
@@ -62,6 +85,9 @@ def _in_place(ops: Operators, logits: Tensor) -> Tensor:
     del shifted, log_total, own, elsewhere, ignored, target
 
     def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
+        whole(8, 8, 8, 8)  # shifted by the logarithm, exponential, times the gradient, ignored ones masked
+        if ops.e != 4:
+            ops.runs("narrow", "cross-entropy", (6, "T·V/t/k"))
         return [Gradient(ops.new(LOGITS, ops.e, "T·V/t/k") if ops.e != 4 else saved[0])]
 
     out = Tensor(ops.new(LOGITS, 4, "1"))
@@ -70,6 +96,8 @@ def _in_place(ops: Operators, logits: Tensor) -> Tensor:
 
 
 def _dtensor(ops: Operators, logits: Tensor) -> Tensor:
+    if ops.program is not None:
+        raise UnmeasuredError("the loss of torch's loss_parallel is not timed")
     wide = ops.new(LOGITS, 4, "T·V/t/k") if ops.e != 4 else logits.storage
     shifted = ops.new(LOGITS, 4, "T·V/t/k")
     exponential = ops.new(LOGITS, 4, "T·V/t/k")

@@ -9,12 +9,17 @@ kv width of the keys, H heads, V vocabulary, t tensor-parallel degree; `e` is th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from harness.ledger.autograd import Gradient, Graph, Tensor
+from harness.ledger.hardware import UnmeasuredError
 from harness.ledger.recompute import Result
 from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
+
+if TYPE_CHECKING:
+    from harness.ledger.hardware import KernelKind, Layout
+    from harness.ledger.program import Program
 
 Target = Literal["cuda", "cpu"]
 
@@ -32,6 +37,8 @@ class Operators:
     def __init__(self, tape: Tape, quantities: Quantities, *, target: Target, element: int) -> None:
         self.tape, self.quantities, self.target, self.e = tape, quantities, target, element
         self.graph = Graph(tape, sums_in_place=target == "cuda")
+        self.program: Program | None = None
+        """Where what the device runs is written down, if its time is wanted."""
         self.handles: dict[str, Storage] = {}
         self.adds_up_gradients = False
         """Gradients of several backwards are added up before they are reduced, as in a pipeline."""
@@ -46,6 +53,15 @@ class Operators:
 
     def gradient(self, coefficient: int, monomial: str, *, is_view: bool = False) -> Gradient:
         return Gradient(self.new(ACTIVATION_GRADIENTS, coefficient, monomial), is_view)
+
+    def runs(self, kind: KernelKind, what: str, *terms: tuple[int, str]) -> None:
+        """A kernel that reads and writes these bytes an element of these elements."""
+        if self.program is not None:
+            self.program.kernel(kind, what, *terms)
+
+    def multiplies(self, shape: tuple[str, str, str], layout: Layout) -> None:
+        if self.program is not None:
+            self.program.product(shape, layout)
 
     def kept(self, compute: Callable[[], Result], *, is_product: bool = False, always: bool = False) -> Result:
         """What an operator returns whose result selective checkpointing keeps, where this is such a region."""
@@ -69,11 +85,20 @@ class Operators:
         e, (inner, matrix, outer), saved = self.e, shape, [x.storage]
         lets_go = self.in_compiled_layer
         self.cublas("forward")
-        out = Tensor(self.kept(lambda: self.new(category, e, outer), is_product=True))
+
+        def product() -> Storage:
+            self.multiplies(shape, "forward")
+            return self.new(category, e, outer)
+
+        out = Tensor(self.kept(product, is_product=True))
 
         def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient | None]:
             self.cublas("backward")
             wanted = self.graph.wanted
+            if wanted != "inputs":
+                self.multiplies(shape, "weight_gradient")
+            if wanted != "weights":
+                self.multiplies(shape, "input_gradient")
             if wanted == "inputs":
                 return [self.gradient(e, inner, is_view=True), gradient]
             to_weight = Gradient(self.new("unsharded gradients", e, matrix), is_view=True)
@@ -86,6 +111,7 @@ class Operators:
 
     def add(self, category: str, x: Tensor, branch: Tensor, monomial: str) -> Tensor:
         """The residual: saves nothing, hands its gradient to both sides without a copy."""
+        self.runs("elementwise", "residual", (3 * self.e, monomial))
         out = Tensor(self.new(category, self.e, monomial))
         out.node = self.graph.record([x, branch], lambda gradient: [gradient, gradient], saves=False)
         return out
@@ -98,6 +124,7 @@ class Operators:
         CUDA: one kernel, saves its input and 4 bytes a row. CPU: composed of elementwise operators in float32
         (ATen/native/layer_norm.cpp `rms_norm_composite`), saves the input in float32 and the normalised input.
         """
+        self.runs("rms_norm", "norms", (2 * self.e, stream))
         if self.target == "cuda":
             return self._rms_norm_fused(category, x, weight, stream, rows)
         casts = self.e != 4
@@ -116,6 +143,7 @@ class Operators:
         del wide, scale, normalised
 
         def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient | None]:
+            self.runs("rms_norm_backward", "norms", (5 * self.e, stream))
             wide, scale, normalised = saved
             self.graph.release(saved)
             if self.graph.wanted == "weights":  # of the product alone, from the wide gradient
@@ -151,6 +179,7 @@ class Operators:
         out = Tensor(self.new(category, self.e, stream))
 
         def backward(gradient: Gradient, saved: tuple[Storage, Storage] = saved) -> list[Gradient | None]:
+            self.runs("rms_norm_backward", "norms", (5 * self.e, stream))
             wanted = self.graph.wanted
             to_input = None if wanted == "weights" else self.gradient(self.e, stream)
             if wanted == "inputs":
@@ -165,12 +194,14 @@ class Operators:
     def rotary(self, category: str, x: Tensor, heads: str) -> Tensor:
         """Rotation in float32 as complex numbers; saves nothing of its input, only the shared table."""
         casts = self.e != 4
+        self._rotates(heads)
         wide = self.new(category, 4, heads) if casts else x.storage
         rotated = self.new(category, 4, heads)
         out = Tensor(self.new(category, self.e, heads) if casts else rotated)
         del wide, rotated
 
         def backward(gradient: Gradient) -> list[Gradient]:
+            self._rotates(heads)
             wide = self.gradient(4, heads, is_view=True) if casts else gradient
             del gradient
             conjugate = self.new(WORKSPACE, 4, "S·hd")
@@ -180,6 +211,13 @@ class Operators:
 
         out.node = self.graph.record([x], backward)
         return out
+
+    def _rotates(self, heads: str) -> None:
+        if self.e != 4:
+            self.runs("widen", "rotary", (6, heads))
+        self.runs("rotary", "rotary", (8, heads))
+        if self.e != 4:
+            self.runs("narrow", "rotary", (6, heads))
 
     def attention(self, category: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal scaled dot-product attention; the result is [batch, seq, dim].
@@ -202,11 +240,19 @@ class Operators:
         8·T·d + 4·T·H + 256 at T 16384, d 2048, H 32).
         """
         e = self.e
-        rows, attended = self.kept(lambda: (self.new(category, 4, "T·H/t"), self.new(category, e, "T·d/t")))
+
+        def attend() -> tuple[Storage, Storage]:
+            if self.program is not None:
+                self.program.attention(backward=False)
+            return self.new(category, 4, "T·H/t"), self.new(category, e, "T·d/t")
+
+        rows, attended = self.kept(attend)
         out = Tensor(attended)
         saved = q.storage, k.storage, v.storage, rows, out.storage
 
         def backward(gradient: Gradient, saved: tuple[Storage, ...] = saved) -> list[Gradient]:
+            if self.program is not None:
+                self.program.attention(backward=True)
             gradients = [self.gradient(e, heads, is_view=True) for heads in ("T·d/t", "T·kv/t", "T·kv/t")]
             if self.target == "cuda":
                 accumulators = [self.new(WORKSPACE, 4, "T·d/t"), self.new(WORKSPACE, 4, "T·H/t")]
@@ -226,6 +272,8 @@ class Operators:
         first. Both were settled by one measurement (H200, torch 2.11, FSDP8, 4 layers): without the product backward
         is one matrix short, and with the copy that `_safe_softmax` of other versions makes forward is one too many.
         """
+        if self.program is not None:
+            raise UnmeasuredError("attention without a fused kernel (float32, fewer key than query heads) is not timed")
         e, heads, matrix = self.e, "T·d/t", "T·S·H/t"
         scaled_q = self.new(category, e, heads)
         ones = self.new(category, 1, "S·S")
@@ -275,6 +323,7 @@ class Operators:
     def copy_heads(self, category: str, x: Tensor) -> Tensor:
         """The copy that bringing [batch, heads, seq, head_dim] back to [batch, seq, dim] costs where the kernel's
         output is laid out by heads."""
+        self.runs("strided_copy", "copy of heads", (2 * self.e, "T·d/t"))
         out = Tensor(self.new(category, self.e, "T·d/t"))
         out.node = self.graph.record([x], lambda gradient: [gradient], saves=False)
         return out
@@ -283,9 +332,11 @@ class Operators:
 
     def silu(self, category: str, x: Tensor) -> Tensor:
         e, saved = self.e, x.storage
+        self.runs("elementwise", "gate", (2 * e, "T·f/t"))
         out = Tensor(self.new(category, e, "T·f/t"))
 
         def backward(gradient: Gradient, saved: Storage = saved) -> list[Gradient]:
+            self.runs("elementwise", "gate", (3 * e, "T·f/t"))
             return [self.gradient(e, "T·f/t")]
 
         out.node = self.graph.record([x], backward)
@@ -293,9 +344,12 @@ class Operators:
 
     def multiply(self, category: str, x: Tensor, y: Tensor) -> Tensor:
         e, saved = self.e, (x.storage, y.storage)
+        self.runs("elementwise", "gate", (3 * e, "T·f/t"))
         out = Tensor(self.new(category, e, "T·f/t"))
 
         def backward(gradient: Gradient, saved: tuple[Storage, Storage] = saved) -> list[Gradient]:
+            for _ in saved:
+                self.runs("elementwise", "gate", (3 * e, "T·f/t"))
             return [self.gradient(e, "T·f/t"), self.gradient(e, "T·f/t")]
 
         out.node = self.graph.record([x, y], backward)
@@ -309,9 +363,11 @@ class Operators:
         Under tensor parallelism the gradient comes with the rows of all ranks: DTensor has `embedding_dense_backward`
         make it whole, and FSDP2 has this rank's rows copied out of it when it reduces (`adds_up_gradients`: not yet).
         """
+        self.runs("embedding", "look-up", (2 * self.e, "T·d"))
         out = Tensor(self.new(category, self.e, "T·d"))
 
         def backward(gradient: Gradient) -> list[Gradient]:
+            self.runs("embedding_backward", "look-up", (2 * self.e, "T·d"))
             whole = self.new("unsharded gradients", self.e, "V·d")
             if self.quantities.values["t"] == 1 or self.adds_up_gradients:
                 return [Gradient(whole)]

@@ -15,14 +15,20 @@ What is held when, from torch/distributed/pipelining (stage.py, schedules.py:_Pi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from harness.config import Trainer
 from harness.ledger.autograd import ACCUMULATE_GRAD, Gradient, Kept, Node, Tensor
 from harness.ledger.layout import quantities
 from harness.ledger.operators import LOGITS, Target
+from harness.ledger.simulate import COMPUTE, TRANSFER
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Storage
 from harness.pipeline.actions import Action, each_step
 from harness.pipeline.plan import plan
+
+if TYPE_CHECKING:
+    from harness.ledger.program import Program
 
 BUFFERS = "pipeline receive buffers"
 
@@ -41,6 +47,9 @@ class PipelineStep:
     ) -> None:
         pipeline = plan(config)
         self.config, self.actions = config, pipeline.actions[pipeline_rank]
+        self.plan, self.pipeline_rank = pipeline, pipeline_rank
+        self.program: Program | None = None
+        self.arrived: dict[tuple[int, str, int], int] = {}
         numbers = pipeline.stages_of(pipeline_rank)
         self.exchanges_gradients = config.tied_across_stages and pipeline.other_end(pipeline_rank) is not None
         self.quantities = quantities(config, shard_rank, [pipeline.parts[number] for number in numbers])
@@ -85,12 +94,29 @@ class PipelineStep:
         self.first._update()
         del batches
 
+    def write_down(self, program: Program) -> None:
+        """What the host has the device do in the steps from here on."""
+        self.program = program
+        for stage in self.stages.values():
+            stage.step.write_down(program)
+
     def _exchange_tied_gradients(self) -> None:
         """What comes from the other end, and with CPU offload what is sent."""
         if self.exchanges_gradients:
+            self._exchange()
             received = self.first.ops.new("tied gradients", 4, "V·d/t/W")
             sent = self.first.ops.new("tied gradients", 4, "V·d/t/W") if self.config.training.cpu_offload else None
             del received, sent
+
+    def _exchange(self) -> None:
+        other = self.plan.other_end(self.pipeline_rank)
+        if self.program is not None and other is not None:
+            self.program.wait_stream(TRANSFER, COMPUTE)
+            ends = sorted((self.pipeline_rank, other))
+            size = self.quantities.size(4, "V·d/t/W").bytes
+            self.program.transfer("tied embedding gradients", size, source=ends[0], to=ends[1])
+            self.program.wait_stream(COMPUTE, TRANSFER)
+            self.program.moves("elementwise", "tied gradients", 3 * size)
 
     def _pass(self, suffix: str) -> None:
         for stage in self.stages.values():
@@ -98,10 +124,36 @@ class PipelineStep:
         for action in each_step(self.actions):
             self._carry_out(action, suffix)
         self.sent.clear()
+        if self.program is not None:
+            self.program.wait_stream(COMPUTE, TRANSFER)
+
+    def _transfer(self, action: Action) -> None:
+        """A send, or a receive that the action on what comes will wait for."""
+        program, stage, what = self.program, action.stage, action.kind.removesuffix("_F").removesuffix("_B")
+        if program is None:
+            return
+        other = self.plan.rank_of[stage + (1 if action.kind in ("SEND_F", "RECV_B") else -1)]
+        ends = (self.pipeline_rank, other) if what == "SEND" else (other, self.pipeline_rank)
+        program.wait_stream(TRANSFER, COMPUTE)  # ProcessGroupNCCL has its stream wait for the caller's, to receive too
+        size = self.first.ops.quantities.size(self.first.ops.e, self.first.plan.stream).bytes
+        of = "activations" if action.kind.endswith("_F") else "activation gradients"
+        program.transfer(of, size, source=ends[0], to=ends[1])
+        if what == "RECV":
+            self.arrived[stage, action.kind[-1], action.micro_batch or 0] = program.record(TRANSFER)
+
+    def _await(self, action: Action) -> None:
+        """What the action computes on, if another rank sends it."""
+        if self.program is not None:
+            kind = "F" if action.kind == "F" else "B"
+            self.program.wait(self.arrived.pop((action.stage, kind, action.micro_batch or 0), None))
 
     def _carry_out(self, action: Action, suffix: str) -> None:
         stage, number = self.stages[action.stage], action.micro_batch or 0
         stage.step.suffix = f" ({action}){suffix}"
+        if action.kind in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"):
+            self._transfer(action)
+        elif action.kind in ("F", "B", "I"):
+            self._await(action)
         if action.kind == "UNSHARD":
             stage.unshard()
         elif action.kind == "RESHARD":

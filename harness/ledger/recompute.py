@@ -69,7 +69,10 @@ class Frame:
             assert self._again is not None
             backward, self._again[place] = self._again[place], None
             assert backward is not None
-            return backward(gradient)
+            self._graph.unpacks = True
+            results = backward(gradient)
+            self._graph.unpacks = False
+            return results
 
         return compute_again
 

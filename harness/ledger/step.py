@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from harness.config import DTYPE_BYTES, Trainer
 from harness.float8 import conversion
@@ -32,6 +33,9 @@ from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
 from harness.ledger.tensor_parallel import Redistribution
 from harness.pipeline.split import Part, whole
+
+if TYPE_CHECKING:
+    from harness.ledger.program import Program
 
 ATTENTION = "activations: attention"
 FEED_FORWARD = "activations: feed-forward"
@@ -129,7 +133,14 @@ class Step:
             self.head = Unit(self.sharding, name, f"N_{name}", parameters[name], reshards=reshards)
         self.embedding = self.head if self.tied else self.embedding
         self.sharding.set_prefetch(config.parallelism.fsdp_prefetch, first=self.embedding or self.sharding.units[0])
+        self.program: Program | None = None
         self.rotary: Storage = beside.rotary if beside else self.ops.new("rotary table", 4, "S·hd")
+
+    def write_down(self, program: Program) -> None:
+        """What the host has the device do in the steps from here on."""
+        self.program = self.ops.program = program
+        self.ops.graph.on_sum = program.add_gradients
+        self.sharding.write_down(program)
 
     def run(self) -> None:
         """Batches, zero_grad, forward and backward of every micro-batch, clipping, optimizer: the trainer's order."""
@@ -140,7 +151,9 @@ class Step:
             unit.zero_gradients()
 
         reduces_every = self.config.training.reduce_every_micro_batch
-        for name, is_last in turns("micro-batch", "micro-batches", micro_batches, all_alike=reduces_every):
+        for name, is_last in turns(
+            "micro-batch", "micro-batches", micro_batches, all_alike=reduces_every, folded=self.program is None
+        ):
             self.sharding.reduces = is_last or reduces_every
             self._micro_batch(f", {name}" if micro_batches > 1 else "")
 
@@ -151,6 +164,8 @@ class Step:
     def start_step(self) -> None:
         self.tape.start_step()
         self.tape.instant("batch")
+        if self.program is not None:
+            self.program.start_step()
         self.host.start_step()
         self.host.instant("step")
 
@@ -321,6 +336,8 @@ class Step:
         """AdamW: two float32 states of every local element and one step counter a tensor. `foreach` needs one more
         copy, the root of the second moment (torch/optim/adam.py `_multi_tensor_adam`)."""
         new = self.sharding.new_resident
+        if self.program is not None:
+            self.program.update(self.optimizer)
         if not self.states:
             self.states = [new(OPTIMIZER, 8, "P"), new(OPTIMIZER, 4, "tensors")]
         if self.optimizer == "foreach":

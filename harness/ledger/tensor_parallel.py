@@ -7,10 +7,14 @@ Sequence shards are dimension 1: a gathered tensor is put together by a copy unl
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from harness.ledger.autograd import Gradient, Tensor
 from harness.ledger.operators import ACTIVATION_GRADIENTS, Operators
 from harness.ledger.tape import Storage
+
+if TYPE_CHECKING:
+    from harness.ledger.hardware import CollectiveKind
 
 GATHERED = "activations: gathered over tp"
 
@@ -60,14 +64,30 @@ class Redistribution:
         return self.ops.kept(compute, always=True) if self.keeps_received else compute()
 
     def _all_gather(self, category: str, per: str = "") -> Storage:
+        self._sends("all_gather", per)
+        if self.copies_gathered:
+            self.ops.runs("tp_gather_copy_out", "order of the gathered", (2 * self.ops.e, f"T·d{per}"))
         received = self.ops.new(category, self.ops.e, f"T·d{per}")
         return self.ops.new(category, self.ops.e, f"T·d{per}") if self.copies_gathered else received
 
     def _reduce_scatter(self, category: str, per: str = "") -> Storage:
         rearranged = self.ops.new(category, self.ops.e, f"T·d{per}")
-        reduced = self.ops.kept(lambda: self.ops.new(category, self.ops.e, f"T·d/t{per}"))
+        self.ops.runs("tp_scatter_copy_in", "order of the scattered", (2 * self.ops.e, f"T·d{per}"))
+
+        def reduce() -> Storage:
+            self._sends("reduce_scatter", per)
+            return self.ops.new(category, self.ops.e, f"T·d/t{per}")
+
+        reduced = self.ops.kept(reduce)
         del rearranged
         return reduced
 
     def _all_reduce(self, category: str, per: str = "") -> Storage:
+        self._sends("all_reduce", per)
         return self.ops.new(category, self.ops.e, f"T·d{per}")
+
+    def _sends(self, kind: CollectiveKind, per: str) -> None:
+        """Eager tensor parallelism waits for each of its collectives: they are as if on the compute stream."""
+        if self.ops.program is not None:
+            size = self.ops.quantities.size(self.ops.e, f"T·d{per}").bytes
+            self.ops.program.collective(kind, "tp", "activations", size)

@@ -209,12 +209,19 @@ def parts_of(item: Mapping[str, Any]) -> dict[str, int]:
         **{f"exposed: {name}": value for name, value in sorted(item["exposed_alone_ns"].items())},
         "exposed: several at once": item["exposed_together_ns"],
         "memory operations alone": item["exposed_memory_ns"],
-        "idle": item["idle_ns"],
+        "idle: waits for the host": item["idle_host_ns"] or 0,
+        "idle": item["idle_ns"] - (item["idle_host_ns"] or 0),
     }
     return {name: value for name, value in parts.items() if value}
 
 
-PART_COLOURS = {"compute": BLUE, "exposed: several at once": RED, "memory operations alone": YELLOW, "idle": "#C8C8C8"}
+PART_COLOURS = {
+    "compute": BLUE,
+    "exposed: several at once": RED,
+    "memory operations alone": YELLOW,
+    "idle: waits for the host": "#8C8C8C",
+    "idle": "#C8C8C8",
+}
 EXPOSED_COLOURS = (ORANGE, PURPLE, GREEN, SKY)
 
 

@@ -13,6 +13,7 @@ PLACES = {
     "exposed_": "overlap",
     "on_compute_stream_": "overlap",
     "wait_": "overlap",
+    "idle_host_": "overlap",
     "max_pending_": "memory",
     "not_reusable_": "memory",
     "alloc_retries": "memory",

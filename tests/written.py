@@ -119,9 +119,10 @@ def write_kernels(
     step: int | None = 3,
     length_us: int = 10_000,
     around: Sequence[str] = (),
+    launched_us: Sequence[int] = (),
 ) -> Path:
     """A device trace of one step. Kernels: (name or collective, dimension or None for compute, stream, start µs,
-    duration µs); each is launched at µs 1, within the ranges `around`."""
+    duration µs); each is launched at µs 1 unless `launched_us` says when, within the ranges `around`."""
     common = {"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1}
     events: list[dict[str, Any]] = [common | {"name": name, "ts": 0, "dur": 3} for name in around]
     if step is not None:
@@ -131,6 +132,8 @@ def write_kernels(
         )
     for number, (name, dimension, stream, start, dur) in enumerate(kernels, start=1):
         launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": 1, "dur": 1}
+        if launched_us:
+            launch["ts"] = launched_us[number - 1]
         args: dict[str, Any] = {"device": 0, "stream": stream, "correlation": number}
         if dimension is not None:
             args |= {

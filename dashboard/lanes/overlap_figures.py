@@ -63,7 +63,7 @@ def breakdown_rows(entries: Sequence[Row], step: int | None) -> list[Row]:
     return [
         {"rank": entry["rank"], "step": item["step"], "compute_ns": item["compute_ns"]}
         | {f"exposed {name}_ns": value for name, value in item["exposed"].items()}
-        | {name: item[name] for name in ("exposed_memory_ns", "idle_ns", "span_ns")}
+        | {name: item[name] for name in ("exposed_memory_ns", "idle_ns", "idle_host_ns", "span_ns")}
         for entry in entries
         for item in entry["breakdown"]
         if step in (None, item["step"])

@@ -74,7 +74,10 @@ def steps(entries: Sequence[Row], rule: str, step: int | None) -> None:
     tables.show(rows, headers, words=f"Each step by the rule {rule}")
     rows = overlap_figures.breakdown_rows(entries, step)
     names = dict.fromkeys(name for row in rows for name in row)
-    st.caption("By the launch rule: compute, exposed communication by dimension, exposed memory operations, idle.")
+    st.caption(
+        "By the launch rule: compute, exposed communication by dimension, exposed memory operations, idle, "
+        "and of idle what the device waited for its host."
+    )
     tables.show(rows, {name: overlap_figures.header(name) for name in names}, words="Where each step's span goes")
 
 

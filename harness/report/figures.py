@@ -152,6 +152,8 @@ def looks(parts: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
         found["exposed: several at once"] = (RED, "++")
     if any(item["exposed_memory_ns"] for item in parts):
         found["memory operations alone"] = (GREY, "")
+    if any(item["idle_host_ns"] for item in parts):
+        found["idle: waits for the host"] = (YELLOW, "")
     return found | {"idle": ("none", "")}
 
 
@@ -161,7 +163,8 @@ def part_values(item: dict[str, Any]) -> dict[str, int]:
         **{f"exposed: {name}": value for name, value in item["exposed_alone_ns"].items()},
         "exposed: several at once": item["exposed_together_ns"],
         "memory operations alone": item["exposed_memory_ns"],
-        "idle": item["idle_ns"],
+        "idle: waits for the host": item["idle_host_ns"] or 0,
+        "idle": item["idle_ns"] - (item["idle_host_ns"] or 0),
     }
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from harness.report.compilation import compilation_findings
 from harness.report.finding import NOT_A_CLUSTER, SEVERITIES, Finding, of_time, ranks_text
 from harness.report.findings_communication import communication_findings
+from harness.report.findings_host import host_findings
 from harness.report.findings_memory import memory_findings
 from harness.report.findings_pipeline import pipeline_findings
 from harness.report.findings_settings import setting_findings
@@ -34,6 +35,7 @@ def find(report: Report) -> list[Finding]:
         *float8_findings(report),
         *compilation_findings(report),
         *communication_findings(report),
+        *host_findings(report),
         *pipeline_findings(report),
         *prediction(report),
         *steps(report),

@@ -81,7 +81,7 @@ def step_parts(captures: Sequence[Capture]) -> list[dict[str, Any]]:
     """Where the span of each traced step goes (rule `launch`), in parts that add up to it, in ns:
 
     compute + communication that only one dimension exposes + what several expose at once + exposed memory operations
-    + idle = span.
+    + idle = span. `idle_host_ns`: what of idle the device waited for its host, None on the host.
     """
     return [
         {"rank": capture.rank, "device": device.activity.device, "step": step.number, **parts(device, index)}
@@ -113,6 +113,7 @@ def parts(device: DeviceCapture, step: int) -> dict[str, Any]:
         "exposed_together_ns": total - sum(alone.values()),
         "exposed_memory_ns": window.exposed_memory_ns(),
         "idle_ns": window.idle_ns(),
+        "idle_host_ns": activity.starved_ns(mine),
     }
 
 
@@ -128,5 +129,7 @@ def mean_parts(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         names = dict.fromkeys(name for step in mine for name in step["exposed_alone_ns"])
         alone = {name: round(np.mean([step["exposed_alone_ns"].get(name, 0) for step in mine])) for name in names}
         means = {key: round(np.mean([step[key] for step in mine])) for key in keys}
+        starved = [step["idle_host_ns"] for step in mine if step["idle_host_ns"] is not None]
+        means["idle_host_ns"] = round(np.mean(starved)) if starved else None
         found.append({"rank": mine[0]["rank"], "device": mine[0]["device"], **means, "exposed_alone_ns": alone})
     return found

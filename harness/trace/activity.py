@@ -83,6 +83,21 @@ class Activity:
     def union(self, mask: Mask) -> Intervals:
         return union(self.start[mask], self.end[mask])
 
+    def starved_ns(self, mask: Mask) -> int | None:
+        """How long, between the first start and the last end of these events, none ran and none that had been launched
+        was still to run: the device waits for its host. None on the host itself, and without events.
+
+        What is launched and idle all the same waits for another stream, or is a launch's own few microseconds.
+        """
+        if self.source == "host" or not mask.any():
+            return None
+        start, end = self.start[mask], self.end[mask]
+        first = start.min()
+        known = self.launch[mask] != MISSING
+        launch = np.where(known, self.launch[mask], start)
+        busy = union(np.maximum(np.minimum(launch, start), first), end)
+        return int(end.max() - first) - busy.total_ns()
+
     def dimensions(self) -> list[str]:
         """The parallel dimensions that communicate, in order of their names."""
         return sorted({self.collectives[index].dimension for index in np.unique(self.collective) if index >= 0})

@@ -85,7 +85,8 @@ def symmetric(activity: Activity) -> Any:
 
 def breakdown(activity: Activity, in_step: Any, number: int, window: Window) -> dict[str, Any]:
     """Where a step's span goes, by the launch rule: compute + exposed communication + exposed memory operations +
-    idle = span. `exposed` is per dimension, and dimensions that communicate at the same time count it twice."""
+    idle = span. `exposed` is per dimension, and dimensions that communicate at the same time count it twice;
+    `idle_host_ns` is what of idle the device waited for its host (`Activity.starved_ns`)."""
     exposed = {
         name: window.exposed_ns(activity.union(activity.dimension(name) & in_step)) for name in activity.dimensions()
     }
@@ -95,6 +96,7 @@ def breakdown(activity: Activity, in_step: Any, number: int, window: Window) -> 
         "exposed": exposed,
         "exposed_memory_ns": window.exposed_memory_ns(),
         "idle_ns": window.idle_ns(),
+        "idle_host_ns": activity.starved_ns(in_step),
         "span_ns": window.span_ns,
     }
 

@@ -20,6 +20,8 @@ OF_WINDOW = OF_COMMUNICATION | {
     "idle": "idle_ns",
     "span": "span_ns",
 }
+# What of idle the device waited for its host is known by the launch rule only.
+OF_LAUNCHED = OF_WINDOW | {"idle for host": "idle_host_ns"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Level:
 
 LEVELS: dict[By, tuple[Level, ...]] = {
     "step": (
-        Level("Steps, rule launch (launched in the step)", "launch", ("step",), OF_WINDOW),
+        Level("Steps, rule launch (launched in the step)", "launch", ("step",), OF_LAUNCHED),
         Level("Steps, rule clip (cut to the step's host window)", "clip", ("step",), OF_WINDOW),
     ),
     "collective": (
@@ -97,7 +99,7 @@ def mean_table(level: Level, entries: Sequence[Row]) -> Iterator[str]:
     for (*values, _), mine in groups.items():
         found = [item for _, item in mine]
         row = dict(zip(level.names, values, strict=True)) | {"ranks": len({entry["rank"] for entry, _ in mine})}
-        row |= {key: round(statistics.mean(item[key] for item in found)) for key in level.figures.values()}
+        row |= {key: mean([item[key] for item in found]) for key in level.figures.values()}
         if "count" in found[0]:
             row["count"] = f"{statistics.mean(item['count'] for item in found):g}"
         shares = [item["overlap_pct"] for item in found if item["overlap_pct"] is not None]
@@ -109,9 +111,16 @@ def mean_table(level: Level, entries: Sequence[Row]) -> Iterator[str]:
 
 def items(level: Level, entry: Row) -> list[Row]:
     if level.items in ("launch", "clip"):
-        return [step for step in entry["steps"] if step["rule"] == level.items]
+        starved = {item["step"]: item["idle_host_ns"] for item in entry["breakdown"]}
+        steps = [step for step in entry["steps"] if step["rule"] == level.items]
+        return [{**step, "idle_host_ns": starved[step["step"]]} for step in steps]
     found: list[Row] = entry[level.items]
     return found
+
+
+def mean(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.mean(known)) if known else None
 
 
 def spread(shares: Sequence[float]) -> str:

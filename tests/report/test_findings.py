@@ -81,6 +81,25 @@ def test_waiting_for_a_late_rank(tmp_path, late, title):
     assert found.evidence["wait_ns"] == 1_600_000
 
 
+@pytest.mark.parametrize(
+    ("plain_ms", "title", "severity"),
+    [(None, "The device waits", "medium"), (12, "The profiler's own cost", "low"), (19, "The device waits", "high")],
+)
+def test_waiting_for_the_host_is_told_from_the_profilers_own(tmp_path, plain_ms, title, severity):
+    """A traced step of 20 ms in which nothing is launched for 8: plain steps of 12 ms do not wait, those of 19 do."""
+    if plain_ms is not None:
+        write_recording(tmp_path, ranks=1, world_size=1, steps=6, manifest={"mode": "real"})
+        rewrite_steps(tmp_path, 0, wall_ns=[plain_ms * 1_000_000] * 6)
+    kernels = [("gemm", None, 7, 2, 6_000), ("gemm", None, 7, 14_002, 6_000)]
+    place = tmp_path / "profiling" / "traces" / "iteration_4" / "rank0_trace.json.gz"
+    write_kernels(place, kernels, world_size=1, launched_us=[1, 14_002], length_us=20_010)
+    (found,) = [finding for finding in findings(tmp_path) if "idle_host_ns" in finding.evidence]
+    assert found.title.startswith(title)
+    assert found.severity == severity
+    assert (found.evidence["idle_host_ns"], found.evidence["traced_span_ns"]) == (8_000_000, 20_000_000)
+    assert "40 %" in found.title
+
+
 def test_stacking_names_its_sites(tmp_path):
     write_snapshot(tmp_path / "rank0_snapshot.pickle", pending=3)
     (found,) = findings(tmp_path, "stacks up")

@@ -87,7 +87,7 @@ def test_by_shows_means_over_ranks_and_only_what_differs(tmp_path: Path, capsys:
         "1",
         "4",
         "33.33 %",
-        *["0.060", "0.020", "0.040", "0.020", "0.000", "0.000", "0.060"],
+        *["0.060", "0.020", "0.040", "0.020", "0.000", "0.000", "0.060", "0.000"],
     ]
     assert "Across 2 ranks: 1 collective matched" in out, "all ranks that have a trace"
 

@@ -34,7 +34,7 @@ def test_every_key_of_the_contract(tmp_path: Path) -> None:
     assert set(entry["window"]) == window
     assert set(entry["steps"][0]) == {"step", "rule"} | window
     assert set(entry["unattributed"]) == {"count", "comm_ns", "compute_ns"}
-    breakdown = {"step", "compute_ns", "exposed", "exposed_memory_ns", "idle_ns", "span_ns"}
+    breakdown = {"step", "compute_ns", "exposed", "exposed_memory_ns", "idle_ns", "idle_host_ns", "span_ns"}
     assert set(entry["breakdown"][0]) == breakdown
     keys = "rank file device source window steps unattributed breakdown units collectives dimensions dropped notes"
     assert set(keys.split()) <= set(entry)
@@ -197,8 +197,30 @@ def test_breakdown_adds_up_to_the_span(tmp_path: Path) -> None:
         "exposed": {"mesh_tp": 20_000},
         "exposed_memory_ns": 5_000,
         "idle_ns": 25_000,
+        "idle_host_ns": 0,
         "span_ns": 90_000,
     }
+
+
+@pytest.mark.parametrize(
+    ("launched", "starved"),
+    [
+        ((1, 2, 3), 0),  # all launched at once: the gaps are waits for other streams
+        ((1, 45, 75), 5_000 + 15_000),  # 40 to 45 and 60 to 75: nothing is queued
+        ((1, 2, 75), 15_000),  # the second one waits on the device from 40 to 50
+        ((1, 75, 3), 0),  # the clock of the second launch is off: its kernel ran before; the third one is queued
+    ],
+)
+def test_idle_for_the_host_is_when_nothing_is_launched(tmp_path: Path, launched: tuple[int, ...], starved: int) -> None:
+    """Three kernels at 10 to 40, 50 to 60 and 80 to 90 µs; idle is 30 µs of 80."""
+    times = ((10, 30), (50, 10), (80, 10))
+    events = [
+        step(1, 0, 100),
+        *(launch(at, number) for number, at in enumerate(launched, start=1)),
+        *(kernel("gemm", start, dur, correlation=number) for number, (start, dur) in enumerate(times, start=1)),
+    ]
+    [item] = one(write(tmp_path / "t.json", events))["breakdown"]
+    assert (item["idle_ns"], item["idle_host_ns"]) == (30_000, starved)
 
 
 def test_units_and_phases(tmp_path: Path) -> None:

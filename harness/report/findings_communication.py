@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness.compare.waits import waiting
 from harness.report.finding import Finding, Severity, of_time, ranks_text
+from harness.report.findings_host import STARVED_MEDIUM_PCT, share_pct
 from harness.report.over_ranks import ALL
 from harness.trace import Capture
 from harness.trace.activity import Activity
@@ -35,7 +36,8 @@ def communication_findings(report: Report) -> Iterator[Finding]:
         return
     yield from exposed(report.dimensions, report.mode)
     yield from on_compute_stream(report.complete_captures, report.mode)
-    yield from late_ranks(report.complete_overlap["cross_rank"], report.dimensions, report.mode)
+    starved = {item["rank"]: share_pct(item) for item in report.mean_parts if item["idle_host_ns"]}
+    yield from late_ranks(report.complete_overlap["cross_rank"], report.dimensions, report.mode, starved)
 
 
 def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
@@ -139,9 +141,12 @@ def compute_stream(activity: Activity) -> int | None:
     return int(streams[int(busy.argmax())])
 
 
-def late_ranks(cross_rank: dict[str, Any], dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
+def late_ranks(
+    cross_rank: dict[str, Any], dimensions: Sequence[dict[str, Any]], mode: str, starved: Mapping[int | None, float]
+) -> Iterator[Finding]:
     """Per dimension: how much of its communication is waiting, and whether one rank is the one waited for.
 
+    `starved`: percent of a traced step that a rank's device waits for its host, which makes the rank late.
     Waiting costs time where the communication is exposed; where compute hides it, the finding is `low`.
     """
     if not cross_rank["aligned"]:
@@ -173,8 +178,15 @@ def late_ranks(cross_rank: dict[str, Any], dimensions: Sequence[dict[str, Any]],
                 "caused_by_last_rank_pct": 100 * caused / total,
             },
             where=f"{name}, {len(items)} collectives, means over ranks; rank {late} is waited for longest, mode {mode}",
-            advice="That rank has more to do, a slower device or host, or less data-loading ahead."
+            advice=_why_late(late, starved)
             if one
             else "The last to arrive changes: ranks compute unevenly long or their hosts launch late. "
             "It is not the network.",
         )
+
+
+def _why_late(late: int, starved: Mapping[int | None, float]) -> str:
+    share = starved.get(late, 0.0)
+    if share < STARVED_MEDIUM_PCT:
+        return "That rank has more to do, a slower device or host, or less data-loading ahead."
+    return f"Its device waits for its host {share:.0f} % of a traced step: the finding about the host says why."

@@ -81,6 +81,17 @@ def test_waiting_for_a_late_rank(tmp_path, late, title):
     assert found.evidence["wait_ns"] == 1_600_000
 
 
+def test_a_rank_is_late_because_its_device_waits_for_its_host(tmp_path):
+    """Rank 1 launches its all-reduce 800 µs late and has nothing to run until then."""
+    for rank, late in ((0, 0), (1, 800)):
+        kernels = [("gemm", None, 7, 2, 100), ("allreduce", "mesh_dp", 20, 102 + late, 1000 - late)]
+        place = tmp_path / f"rank{rank}_trace.json.gz"
+        write_kernels(place, kernels, rank=rank, launched_us=[1, 101 + late])
+    (found,) = [finding for finding in findings(tmp_path) if "wait_ns" in finding.evidence]
+    assert "wait for rank 1" in found.title
+    assert "waits for its host 73 % of a traced step" in found.advice, "799 of 1,100 µs"
+
+
 @pytest.mark.parametrize(
     ("plain_ms", "title", "severity"),
     [(None, "The device waits", "medium"), (12, "The profiler's own cost", "low"), (19, "The device waits", "high")],

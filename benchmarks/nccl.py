@@ -2,21 +2,16 @@
 
     torchrun --nproc 2 benchmarks/nccl.py --out nccl.json --module llama3 --config llama3_1b --parallelism.tp 1
 
-One GPU a rank. Memory is the device's own count of bytes in use (cudaMemGetInfo) less what torch's allocator has
-reserved, around the creation and the first collective of each kind, in one group after the other over all ranks: bytes
-that no snapshot shows. Bandwidth is of one collective at a time with nothing beside it, at the sizes that the ledger
-says the configuration sends (bytes of a rank's whole buffer / time); the bus bandwidth is that of NCCL's own tests
+One GPU a rank. The measuring is that of `meshscope calibrate` (docs/calibration.md), at the sizes that the ledger says
+the configuration sends instead of at its own. The bus bandwidth is that of NCCL's own tests
 (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): all-reduce 2·(n-1)/n, all-gather, reduce-scatter (n-1)/n, send 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,95 +21,35 @@ import torch.distributed as dist
 from harness.cli import build_parser, split_overrides
 from harness.errors import EXIT_OK, EXIT_UNAVAILABLE, MeshscopeError
 from harness.ledger.communication import collectives
+from harness.ledger.hardware import COLLECTIVE_KINDS
+from harness.ledger.hardware_rules import sent_share
 from harness.recipes.arguments import config_from
 from harness.recording import write_json
-
-GROUPS = 3
-WARMUP, ITERATIONS = 5, 20
-FACTOR: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "send": lambda n: 1.0,
-}
+from harness.workloads.calibration.clock import Clock
+from harness.workloads.calibration.collectives import measure
+from harness.workloads.calibration.memory import group_memory
 
 
-def outside_bytes(device: torch.device) -> int:
-    """Bytes in use on the device that torch's allocator did not reserve; the whole device's, so one rank alone."""
-    torch.cuda.synchronize()
-    gc.collect()
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
-def call(kind: str, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
-    """A collective of `kind` whose larger buffer is `whole`, 1-D; its other buffer is allocated here."""
-    n, rank = group.size(), group.rank()
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
-    if kind == "send":
-        peer = dist.get_global_rank(group, (rank + 1) % n if rank % 2 == 0 else rank - 1)
-        if rank % 2 == 0:
-            return lambda: dist.send(whole, peer, group=group)
-        return lambda: dist.recv(whole, peer, group=group)
-    part = torch.empty(whole.numel() // n, dtype=whole.dtype, device=whole.device)
-    if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
-
-
-def group_memory(device: torch.device) -> list[dict[str, Any]]:
-    """For each of `GROUPS` new groups over all ranks, the growth in bytes with each kind's first collective."""
-    whole = torch.ones(2**20 * dist.get_world_size(), device=device)
-    found = []
-    for index in range(GROUPS):
-        before = start = outside_bytes(device)
-        group = dist.new_group(list(range(dist.get_world_size())))
-        grown = {}
-        for kind in FACTOR:
-            call(kind, whole, group)()
-            now = outside_bytes(device)
-            grown[kind], before = now - before, now
-        found.append({"group": index, "bytes": before - start, "first_of_kind_bytes": grown})
-    return found
-
-
-def message_sizes(config: Any) -> list[tuple[str, int]]:
+def message_sizes(config: Any) -> list[tuple[Any, int]]:
     """Kind and bytes of one rank's whole buffer of what a step sends, on the average of each purpose."""
     found = {
-        (one.kind, round(one.bytes / one.count)) for one in collectives(config) if one.kind in FACTOR and one.count
+        (one.kind, round(one.bytes / one.count))
+        for one in collectives(config)
+        if one.kind in COLLECTIVE_KINDS and one.count
     }
     return sorted(found)
 
 
-def bandwidth(kind: str, size: int, device: torch.device) -> dict[str, Any]:
-    """Median time of one collective, of the slowest rank."""
+def bandwidth(clock: Clock, kind: Any, size: int) -> dict[str, Any]:
     group = dist.group.WORLD
-    n = group.size()
-    elements = max(n, size // 2 // n * n)
-    again = call(kind, torch.zeros(elements, dtype=torch.bfloat16, device=device), group)
-    for _ in range(WARMUP):
-        again()
-    times = []
-    for _ in range(ITERATIONS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        again()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    seconds = slowest.item() / 1e3
-    rate = 2 * elements / seconds / 1e9
+    assert group is not None
+    moved, time = measure(clock, kind, size, group)
     return {
         "kind": kind,
-        "bytes": 2 * elements,
-        "time_us": round(seconds * 1e6, 1),
-        "gb_per_s": round(rate, 2),
-        "bus_gb_per_s": round(rate * FACTOR[kind](n), 2),
+        "bytes": moved,
+        "time_us": round(time.ns / 1e3, 1),
+        "gb_per_s": round(moved / time.ns, 2),
+        "bus_gb_per_s": round(moved / time.ns * sent_share(kind, group.size()), 2),
     }
 
 
@@ -135,7 +70,8 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     memory = group_memory(device)
-    rates = [bandwidth(kind, size, device) for kind, size in message_sizes(config)]
+    clock = Clock(device, blocks=5, block_ns=0)
+    rates = [bandwidth(clock, kind, size) for kind, size in message_sizes(config)]
     if dist.get_rank() == 0:
         machine = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "ranks": config.world_size}
         machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -12,15 +12,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
 
 from harness.config import Decoder, Parallelism, Trainer, Training
 from harness.doctor import Choice
-from harness.ledger.hardware import SCHEMA_VERSION, DType, Hardware, Kernel, MatrixProduct, Peaks
+from harness.ledger.hardware import DType, Hardware, HostCost, HostKind, Kernel, MatrixProduct, Peaks, Provenance
 from harness.ledger.hardware_rules import matmul_flops
 from harness.masking import masked_arguments
 from harness.modes import Start, launch_in_mode
@@ -105,19 +105,24 @@ def calibrate(choice: Choice, start: Start, world_size: int, directory: Path, *,
     config.training.device = choice.device
     absent, missing = _without_points(choice, world_size)
     left = [section for section in SECTIONS if section not in absent | missing]
-    points: dict[str, list[Any]] = {}
+    points: dict[str, list[Any]] = {}  # of the sections' dataclasses in harness.ledger.hardware
     machine: dict[str, Any] = {}
     expected = len(missing)
-    barren = 0
+    starts = barren = 0
     while left:
-        place = directory / f"start{len(missing)}"
+        place = directory / f"start{starts}"
+        starts += 1
         (place / "sections").mkdir(parents=True)
         write_json(place / "plan.json", {"sections": left, "quick": quick})
         status = launch_in_mode(start, config, place, program=PROGRAM, timeout_s=TIMEOUT_S, on_step=_teller(tell))
         if machine_path(place).exists():
             machine = read_json(machine_path(place))
         done = [section for section in left if section_path(place, section).exists()]
-        points |= {section: read_json(section_path(place, section))["points"] for section in done}
+        for section in done:
+            try:
+                points[section] = _points(place, section)
+            except msgspec.ValidationError as error:  # a figure that no machine has
+                missing[section] = f"its points cannot be: {error}"
         left, barren = left[len(done) :], 0 if done else barren + 1
         if left:
             reason = status.reason or "its ranks ended before it"
@@ -127,6 +132,7 @@ def calibrate(choice: Choice, start: Start, world_size: int, directory: Path, *,
             left = left[len(lost) :]
     if points:
         points["host"] = points.get("host", []) + _whole_steps(choice, start, world_size, directory, missing, tell)
+        _name_absent_host_costs(points["host"], world_size, missing)
     return Measured(
         hardware=_assembled(choice, world_size, machine, points, absent | missing),
         missing=missing,
@@ -160,7 +166,7 @@ def _teller(tell: Tell) -> Callable[[int, dict[str, Any]], None]:
 
 def _whole_steps(
     choice: Choice, start: Start, world_size: int, directory: Path, missing: dict[str, str], tell: Tell
-) -> list[dict[str, Any]]:
+) -> list[HostCost]:
     """What a step of the trainer takes for its optimizer, and besides its phases: median of the untagged ones."""
     place = directory / "steps"
     place.mkdir()
@@ -175,7 +181,20 @@ def _whole_steps(
     optimizer = statistics.median(phase["optimizer"] for phase in phases)
     rest = statistics.median(row["wall_ns"] - sum(phase.values()) for row, phase in zip(rows, phases, strict=True))
     tell(f"{STEPS}: 2 points in {time.monotonic() - began:.1f} s")
-    return [{"kind": "optimizer_step", "ns": round(optimizer)}, {"kind": "step", "ns": max(1, round(rest))}]
+    return [HostCost(kind="optimizer_step", ns=round(optimizer)), HostCost(kind="step", ns=max(1, round(rest)))]
+
+
+def _name_absent_host_costs(costs: list[HostCost], world_size: int, missing: dict[str, str]) -> None:
+    """Where the section itself did not fail."""
+    absent = sorted(set(get_args(HostKind)) - {cost.kind for cost in costs})
+    if absent and "host" not in missing:
+        why = "they need two ranks (--nproc 2)" if world_size == 1 else "lost in this machine's noise"
+        missing[f"host: {', '.join(absent)}"] = why
+
+
+def _points(place: Path, section: str) -> list[Any]:
+    types = get_type_hints(Hardware, include_extras=True)
+    return cast(list[Any], msgspec.convert(read_json(section_path(place, section))["points"], types[section]))
 
 
 def _assembled(
@@ -185,30 +204,22 @@ def _assembled(
     points: Mapping[str, list[Any]],
     unmeasured: dict[str, str],
 ) -> Hardware:
-    sections = {section: points.get(section, []) for section in SECTIONS}
-    products = msgspec.convert(sections["matrix_products"], list[MatrixProduct])
-    kernels = msgspec.convert(sections["kernels"], list[Kernel])
-    peaks = _peaks(products, kernels, machine)
-    return msgspec.convert(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "provenance": {
-                "device": machine.get("device") or cpu_name(),
-                "mode": choice.mode,
-                "ranks": world_size,
-                "date": time.strftime("%Y-%m-%d"),
-                "command": " ".join(["meshscope", *masked_arguments(sys.argv)[1:]]),
-                "source": "measured by meshscope calibrate",
-                "host_cpu": cpu_name(),
-                "host_cores": os.cpu_count(),
-                **{name: machine.get(name) for name in ("torch", "cuda", "cudnn", "nccl", "driver")},
-            },
-            "peaks": msgspec.to_builtins(peaks),
-            **sections,
-            "unmeasured": unmeasured,
-        },
-        Hardware,
+    hardware = Hardware(
+        provenance=Provenance(
+            device=machine.get("device") or cpu_name(),
+            mode=choice.mode,
+            ranks=world_size,
+            date=time.strftime("%Y-%m-%d"),
+            command=" ".join(["meshscope", *masked_arguments(sys.argv)[1:]]),
+            source="measured by meshscope calibrate",
+            host_cpu=cpu_name(),
+            host_cores=os.cpu_count(),
+            **{name: machine.get(name) for name in ("torch", "cuda", "cudnn", "nccl", "driver")},
+        ),
+        peaks=_peaks(points.get("matrix_products", []), points.get("kernels", []), machine),
+        unmeasured=unmeasured,
     )
+    return replace(hardware, **points)
 
 
 def _peaks(products: list[MatrixProduct], kernels: list[Kernel], machine: Mapping[str, Any]) -> Peaks | None:

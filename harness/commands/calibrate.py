@@ -57,11 +57,15 @@ def run(args: argparse.Namespace) -> int:
     start = prepare(config, choice, nccl=args.nccl)
     _say(f"calibrate: {counted(ranks, 'rank')}, mode {choice.mode} ({start.why})")
     directory = Path(tempfile.mkdtemp(prefix="meshscope-calibrate-"))
-    measured = calibrate(choice, start, ranks, directory, quick=args.quick, tell=_say)
-    if measured.has_failed:
+    keeps = False
+    try:
+        measured = calibrate(choice, start, ranks, directory, quick=args.quick, tell=_say)
+        keeps = measured.has_failed
+    finally:
+        if not keeps:
+            shutil.rmtree(directory)
+    if keeps:
         _say(f"what its ranks wrote: {directory}")
-    else:
-        shutil.rmtree(directory)
     return _finish(measured, args)
 
 

@@ -31,16 +31,17 @@ class Time:
     spread_pct: float
 
 
-@dataclass(kw_only=True, slots=True)
 class Clock:
-    device: torch.device
-    blocks: int
-    block_ns: int
-    _sleep_cycles: int = LEAST_SLEEP_CYCLES
+    """`blocks`: how often a point is measured; `block_ns`: for how long, where one call does not take longer."""
+
+    def __init__(self, device: torch.device, *, blocks: int, block_ns: int) -> None:
+        self.device, self.blocks, self.block_ns = device, blocks, block_ns
+        self._sleep_cycles = LEAST_SLEEP_CYCLES
 
     def measure(self, operation: Operation) -> Time:
         for _ in range(WARM_UP):
             operation()
+        self._sleep_cycles = LEAST_SLEEP_CYCLES
         estimate = self._block(operation, 1)
         repetitions = max(1, min(MOST_REPETITIONS, int(self.block_ns / max(1.0, estimate))))
         return summary([self._block(operation, repetitions) for _ in range(self.blocks)])

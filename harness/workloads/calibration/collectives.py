@@ -68,9 +68,7 @@ def measure(clock: Clock, kind: CollectiveKind, size: int, group: dist.ProcessGr
     for _ in range(WARM_UP):
         operation()
     taken = summary([_block(clock, operation, repetitions, group) for _ in range(clock.blocks)])
-    slowest = torch.tensor([taken.ns, taken.spread_pct], dtype=torch.float64, device=clock.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-    ns, spread = slowest.tolist()
+    ns, spread = _slowest(clock, taken.ns, group), _slowest(clock, taken.spread_pct, group)
     return moved, Time(ns=int(ns), spread_pct=spread)
 
 
@@ -134,7 +132,8 @@ def overlaps(clock: Clock, sizes: Sizes) -> list[Overlap]:
     def product() -> torch.Tensor:
         return torch.mm(a, b)
 
-    alone_ns = clock.measure(product).ns
+    # The same on all ranks, since it decides how many collectives each calls.
+    alone_ns = _slowest(clock, clock.measure(product).ns, group)
     found = []
     for kind in OVERLAPPED:
         dtype = torch.bfloat16 if kind == "all_gather" else torch.float32
@@ -188,9 +187,13 @@ def _beside_a_wait(clock: Clock, side: torch.cuda.Stream, product: Operation, gr
         end.record()
         torch.cuda.synchronize(clock.device)
         times.append(0.0 if sends else begin.elapsed_time(end) * 1e6 / MANY)
-    slowest = torch.tensor(summary(times).ns, dtype=torch.float64, device=clock.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-    return float(slowest)
+    return _slowest(clock, summary(times).ns, group)
+
+
+def _slowest(clock: Clock, ns: float, group: dist.ProcessGroup) -> float:
+    found = torch.tensor(ns, dtype=torch.float64, device=clock.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return float(found)
 
 
 def _beside(
@@ -205,7 +208,7 @@ def _beside(
     measured_on_side: bool = False,
 ) -> float:
     """Nanoseconds of one `measured` while `other` runs; the collective of the two is on the `side` stream. The median
-    of the blocks, the mean of the ranks."""
+    of the blocks, of the slowest rank."""
     current = torch.cuda.current_stream(clock.device)
     own, its = (side, current) if measured_on_side else (current, side)
     times = []
@@ -227,6 +230,4 @@ def _beside(
             end.record()
         torch.cuda.synchronize(clock.device)
         times.append(begin.elapsed_time(end) * 1e6 / repetitions)
-    mean = torch.tensor(summary(times).ns, dtype=torch.float64, device=clock.device)
-    dist.all_reduce(mean, group=group)
-    return float(mean) / group.size()
+    return _slowest(clock, summary(times).ns, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,98 +26,146 @@ from harness.trainer.trainer import controlled_gc
 from harness.workloads.calibration.clock import Clock, summary
 from harness.workloads.calibration.sizes import Sizes
 
-WARM_UP, REPETITIONS = 3, 9
-"""Forwards and backwards of a model; each is measured alone."""
+WARM_UP = 3
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators that are no views: about one kernel each."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """Kernels of a call, and apart from them its collectives."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 0 if func.is_view else 1
-        return func(*args, **(kwargs or {}))
+    kernels: int
+    collectives: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Of a model: host nanoseconds of each forward and backward, and the kernels that one launches."""
+    """Of a model: host nanoseconds of each forward and backward, and what one launches."""
 
     forward_ns: list[float]
     backward_ns: list[float]
-    forward_kernels: int
-    backward_kernels: int
+    forward: Launched
+    backward: Launched
+
+    def without(self, units: int, unit_ns: tuple[float, float], casts: tuple[int, int], collective_ns: float) -> Passes:
+        """Without its units of FSDP2 and its collectives: time and kernels, each of forward and backward."""
+
+        def rest(times_ns: list[float], launched: Launched, unit_ns: float) -> list[float]:
+            return [ns - units * unit_ns - launched.collectives * collective_ns for ns in times_ns]
+
+        return Passes(
+            forward_ns=rest(self.forward_ns, self.forward, unit_ns[0]),
+            backward_ns=rest(self.backward_ns, self.backward, unit_ns[1]),
+            forward=Launched(kernels=self.forward.kernels - casts[0], collectives=0),
+            backward=Launched(kernels=self.backward.kernels - casts[1], collectives=0),
+        )
+
+
+class Operators(TorchDispatchMode):
+    """The names of operators that are no views: about one kernel each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def host(clock: Clock, sizes: Sizes) -> list[HostCost]:
     """Per kernel without FSDP2, per unit of FSDP2 what that adds, per kernel on DTensors what is left of theirs without
-    the units; all ranks together."""
-    with controlled_gc(1):
-        return list(_costs(clock))
+    the units and collectives; all ranks together. What is lost in the noise of the machine is left out."""
+    with controlled_gc(1), _one_thread(clock):
+        times = _times(clock)
+    return [
+        HostCost(kind=kind, ns=time.ns, spread_pct=time.spread_pct)
+        for kind, ns in times.items()
+        if statistics.median(ns) >= 1 and (time := summary(ns))
+    ]
 
 
-def _costs(clock: Clock) -> Iterator[HostCost]:
+@contextmanager
+def _one_thread(clock: Clock) -> Iterator[None]:
+    """On a CPU: the threads of an operator that computes next to nothing wait for one another."""
+    threads = torch.get_num_threads()
+    if clock.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _times(clock: Clock) -> dict[HostKind, list[float]]:
+    """Nanoseconds, repeated."""
     world, device = dist.get_world_size(), clock.device.type
     alone = small_run(1, device)
     units = alone.model.n_layers + 2  # embedding, layers, norm with head
+    found: dict[HostKind, list[float]] = {}
+
     plain = _passes(clock, _plain(alone, clock))
-    yield _cost("forward_operator", [ns / plain.forward_kernels for ns in plain.forward_ns])
-    yield _cost("backward_operator", [ns / plain.backward_kernels for ns in plain.backward_ns])
+    found["forward_operator"] = _each(plain.forward_ns, plain.forward.kernels)
+    found["backward_operator"] = _each(plain.backward_ns, plain.backward.kernels)
     kept = _passes(clock, _plain(_selective(alone), clock))
-    names: tuple[HostKind, HostKind] = ("selective_forward_operator", "checkpointed_backward_operator")
-    yield from _of_selective(kept, plain.backward_kernels, *names)
+    found["selective_forward_operator"], found["checkpointed_backward_operator"] = _of_selective(kept, plain)
 
     cast = _passes(clock, _of_one_shard(alone, clock))
-    forward_unit = _cost("cast_forward_unit", _added(cast.forward_ns, plain.forward_ns, units))
-    backward_unit = _cost("cast_backward_unit", _added(cast.backward_ns, plain.backward_ns, units))
-    yield forward_unit
-    yield backward_unit
+    found["cast_forward_unit"] = _each(_more(cast.forward_ns, plain.forward_ns), units)
+    found["cast_backward_unit"] = _each(_more(cast.backward_ns, plain.backward_ns), units)
     if world == 1:
-        return
+        return found
     sharded = _passes(clock, _built(small_run(world, device), clock))
-    yield _cost("fsdp_forward_unit", _added(sharded.forward_ns, plain.forward_ns, units))
-    yield _cost("fsdp_backward_unit", _added(sharded.backward_ns, plain.backward_ns, units))
-    yield _cost("collective", _collective(clock))
+    found["fsdp_forward_unit"] = _each(_more(sharded.forward_ns, plain.forward_ns), units)
+    found["fsdp_backward_unit"] = _each(_more(sharded.backward_ns, plain.backward_ns), units)
+    scalar = torch.zeros(1, device=clock.device)
+    calls = range(WARM_UP + _repetitions(clock))
+    found["collective"] = [clock.host(lambda: dist.all_reduce(scalar)) for _ in calls][WARM_UP:]
 
     split = small_run(world, device, tp=world)
     if split.model.n_heads % world:
-        return
-
-    def without_units(passes: Passes) -> Passes:
-        return Passes(
-            forward_ns=[max(1.0, ns - units * forward_unit.ns) for ns in passes.forward_ns],
-            backward_ns=[max(1.0, ns - units * backward_unit.ns) for ns in passes.backward_ns],
-            forward_kernels=passes.forward_kernels - (cast.forward_kernels - plain.forward_kernels),
-            backward_kernels=passes.backward_kernels - (cast.backward_kernels - plain.backward_kernels),
-        )
-
-    tensors = without_units(_passes(clock, _built(split, clock)))
-    yield _cost("dtensor_forward_operator", [ns / tensors.forward_kernels for ns in tensors.forward_ns])
-    yield _cost("dtensor_backward_operator", [ns / tensors.backward_kernels for ns in tensors.backward_ns])
-    kept = without_units(_passes(clock, _built(_selective(split), clock)))
-    names = (
-        "dtensor_selective_forward_operator",
-        "dtensor_checkpointed_backward_operator",
+        return found
+    parts = (
+        units,
+        (statistics.median(found["cast_forward_unit"]), statistics.median(found["cast_backward_unit"])),
+        (cast.forward.kernels - plain.forward.kernels, cast.backward.kernels - plain.backward.kernels),
+        statistics.median(found["collective"]),
     )
-    yield from _of_selective(kept, tensors.backward_kernels, *names)
+    tensors = _passes(clock, _built(split, clock)).without(*parts)
+    found["dtensor_forward_operator"] = _each(tensors.forward_ns, tensors.forward.kernels)
+    found["dtensor_backward_operator"] = _each(tensors.backward_ns, tensors.backward.kernels)
+    kept = _passes(clock, _built(_selective(split), clock)).without(*parts)
+    of_selective = _of_selective(kept, tensors)
+    found["dtensor_selective_forward_operator"], found["dtensor_checkpointed_backward_operator"] = of_selective
+    return found
 
 
-def _of_selective(passes: Passes, backward_kernels: int, forward: HostKind, backward: HostKind) -> Iterator[HostCost]:
-    """Backward computes kernels again, at the price of a forward; what is left is that of the `backward_kernels`."""
-    selective = _cost(forward, [ns / passes.forward_kernels for ns in passes.forward_ns])
-    again_ns = (passes.backward_kernels - backward_kernels) * selective.ns
-    yield selective
-    yield _cost(backward, [max(1.0, ns - again_ns) / backward_kernels for ns in passes.backward_ns])
+def _of_selective(kept: Passes, all_saved: Passes) -> tuple[list[float], list[float]]:
+    """Backward computes kernels again, at the price of a forward; what is left is that of the others."""
+    forward = _each(kept.forward_ns, kept.forward.kernels)
+    again_ns = (kept.backward.kernels - all_saved.backward.kernels) * statistics.median(forward)
+    return forward, _each([ns - again_ns for ns in kept.backward_ns], all_saved.backward.kernels)
+
+
+def _repetitions(clock: Clock) -> int:
+    """More than of a kernel, since each is a single call."""
+    return 2 * clock.blocks - 1
+
+
+def _each(times_ns: list[float], count: int) -> list[float]:
+    return [ns / count for ns in times_ns]
+
+
+def _more(these: list[float], others: list[float]) -> list[float]:
+    return [ns - statistics.median(others) for ns in these]
 
 
 def _passes(clock: Clock, model: Decoder) -> Passes:
-    """Every rank goes through the same calls."""
+    """Each forward and backward is measured alone. Every rank goes through the same calls."""
+    repetitions = _repetitions(clock)
     tokens = torch.zeros(1, model.seq_len, dtype=torch.int64, device=clock.device)
-    forward_ns, backward_ns, kernels = [], [], []
-    for number in range(WARM_UP + REPETITIONS + 1):
+    forward_ns, backward_ns, launched = [], [], []
+    for number in range(WARM_UP + repetitions + 1):
         losses: list[torch.Tensor] = []
 
         def forward(losses: list[torch.Tensor] = losses) -> None:
@@ -125,8 +174,8 @@ def _passes(clock: Clock, model: Decoder) -> Passes:
         def backward(losses: list[torch.Tensor] = losses) -> None:
             losses.pop().backward()
 
-        if number == WARM_UP + REPETITIONS:
-            kernels = [kernels_of(clock, forward), kernels_of(clock, backward)]
+        if number == WARM_UP + repetitions:
+            launched = [launched_by(clock, forward), launched_by(clock, backward)]
         else:
             forward_ns.append(clock.host(forward))
             backward_ns.append(clock.host(backward))
@@ -135,32 +184,34 @@ def _passes(clock: Clock, model: Decoder) -> Passes:
     return Passes(
         forward_ns=forward_ns[WARM_UP:],
         backward_ns=backward_ns[WARM_UP:],
-        forward_kernels=kernels[0],
-        backward_kernels=kernels[1],
+        forward=launched[0],
+        backward=launched[1],
     )
 
 
-def kernels_of(clock: Clock, call: Callable[[], object]) -> int:
-    """Of a GPU its kernels, as the profiler sees them, without copies and fills of memory; of a CPU operators that are
-    no views."""
+def launched_by(clock: Clock, call: Callable[[], object]) -> Launched:
+    """Of a GPU kernels as the profiler sees them, without copies and fills of memory; of a CPU operators that are no
+    views."""
     if clock.device.type != "cuda":
         with Operators() as operators:
             call()
-        return int(operators.count)
-    clock.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
+        names = [name for name in operators.names if "wait_tensor" not in name]
+    else:
         clock.synchronize()
-    kernels = [
-        event
-        for event in profile.events()
-        if event.device_type.name == "CUDA"
-        and not event.is_user_annotation
-        and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    if not kernels:
-        raise RuntimeError("torch.profiler saw no kernels of the device")
-    return len(kernels)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            clock.synchronize()
+        names = [
+            event.name
+            for event in profile.events()
+            if event.device_type.name == "CUDA"
+            and not event.is_user_annotation
+            and not event.name.startswith(("Memcpy", "Memset"))
+        ]
+        if not names:
+            raise RuntimeError("torch.profiler saw no kernels of the device")
+    collectives = sum(name.startswith(("nccl", "c10d::", "_c10d_functional::")) for name in names)
+    return Launched(kernels=len(names) - collectives, collectives=collectives)
 
 
 def _selective(run: Trainer.Config) -> Trainer.Config:
@@ -207,18 +258,3 @@ def _materialised(model: Decoder, run: Trainer.Config, clock: Clock) -> Decoder:
     model.to_empty(device=clock.device)
     initialise(model, run.training.seed, clock.device)
     return model
-
-
-def _collective(clock: Clock) -> list[float]:
-    tensor = torch.zeros(1, device=clock.device)
-    return [clock.host(lambda: dist.all_reduce(tensor)) for _ in range(REPETITIONS)]
-
-
-def _added(these: list[float], others: list[float], units: int) -> list[float]:
-    """What each of `units` takes of what these take more than the median of the others."""
-    return [max(1.0, ns - statistics.median(others)) / units for ns in these]
-
-
-def _cost(kind: HostKind, times_ns: list[float]) -> HostCost:
-    time = summary(times_ns)
-    return HostCost(kind=kind, ns=time.ns, spread_pct=time.spread_pct)

@@ -40,7 +40,7 @@ def main(directory: Path) -> None:
     plan = read_plan(directory)
     device = local_device(config.training.device)
     chosen = sizes(device.type, quick=plan.quick)
-    clock = Clock(device=device, blocks=chosen.blocks, block_ns=chosen.block_ns)
+    clock = Clock(device, blocks=chosen.blocks, block_ns=chosen.block_ns)
     if rank == 0:
         recording.write_json(machine_path(directory), machine(device))
     context = memory.context_bytes(device) if "outside_memory" in plan.sections else 0

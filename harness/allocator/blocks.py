@@ -178,12 +178,12 @@ class Driver:
         self._lowest = below
 
     def malloc(self, size: int, stream: int) -> int:
-        """The address of a new segment."""
+        """The address of a new segment for a stream."""
         address = self.reserve(size)
         self._grew(size)
         return address
 
-    def free(self, address: int, size: int) -> None:
+    def free(self, address: int, size: int, stream: int) -> None:
         """Takes a segment back."""
         self._shrank(size)
 
@@ -192,11 +192,11 @@ class Driver:
         self._lowest -= -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
         return self._lowest
 
-    def map(self, address: int, size: int) -> None:
+    def map(self, address: int, size: int, stream: int) -> None:
         """Puts memory behind a range of an expandable segment."""
         self._grew(size)
 
-    def unmap(self, address: int, size: int) -> None:
+    def unmap(self, address: int, size: int, stream: int) -> None:
         """Takes the memory behind a range of an expandable segment back."""
         self._shrank(size)
 

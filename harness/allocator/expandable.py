@@ -45,7 +45,7 @@ def unmap(block: Block, driver: Driver) -> None:
     block.absorb(block.previous)
     block.absorb(block.next)
     pool.insert(block)
-    driver.unmap(first, last - first)
+    driver.unmap(first, last - first, block.stream)
     if block.is_whole:
         pool.remove(block)
 
@@ -99,4 +99,4 @@ def _map(block: Block, size: int, driver: Driver) -> None:
     block.absorb(block.previous)
     block.absorb(block.next)
     pool.insert(block)
-    driver.map(address, mapped)
+    driver.map(address, mapped, block.stream)

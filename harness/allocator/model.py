@@ -304,4 +304,4 @@ class Allocator:
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
-        self.driver.free(block.address, block.size)
+        self.driver.free(block.address, block.size, block.stream)

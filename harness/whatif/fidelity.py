@@ -58,9 +58,9 @@ class RecordedDriver(Driver):
         self.calls.append((Action.SEGMENT_ALLOC, address, size))
         return address
 
-    def map(self, address: int, size: int) -> None:
+    def map(self, address: int, size: int, stream: int) -> None:
         self._follow(size)
-        super().map(address, size)
+        super().map(address, size, stream)
         if self._recorded:
             self._recorded.pop()
         self.calls.append((Action.SEGMENT_MAP, address, size))
@@ -70,12 +70,12 @@ class RecordedDriver(Driver):
         if self._recorded and self._recorded[-1][1] != size:
             self._recorded.clear()
 
-    def free(self, address: int, size: int) -> None:
-        super().free(address, size)
+    def free(self, address: int, size: int, stream: int) -> None:
+        super().free(address, size, stream)
         self.calls.append((Action.SEGMENT_FREE, address, size))
 
-    def unmap(self, address: int, size: int) -> None:
-        super().unmap(address, size)
+    def unmap(self, address: int, size: int, stream: int) -> None:
+        super().unmap(address, size, stream)
         self.calls.append((Action.SEGMENT_UNMAP, address, size))
 
 

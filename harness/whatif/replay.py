@@ -10,7 +10,8 @@ from harness.allocator import Allocator, Block, Driver, OutOfMemoryError, Settin
 from harness.memory.frames import BEFORE_HISTORY, allocation_site
 from harness.memory.replay import records_requests
 from harness.memory.snapshot import Action, Device, History
-from harness.whatif.start import Start, lay_out
+from harness.whatif.layout import lay_out
+from harness.whatif.start import Start
 
 _RELEASES = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _GROWS = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
@@ -46,7 +47,8 @@ class OutOfMemory:
 class Replay:
     """One pass over a history; raises ContradictionError (see `harness.whatif.start`) when it cannot start.
 
-    `steps` makes the requests; `out_of_memory` says where it ended early. `same_address` counts the allocations that
+    `steps` makes the requests; `out_of_memory` is the first that did not fit, with which it ends unless the recording
+    went on after it. `same_address` counts the allocations that
     the model put where the recording has them.
     """
 
@@ -56,7 +58,6 @@ class Replay:
         self.history = device.history
         self.allocator = Allocator(case.settings, case.limit_bytes, driver or Driver(lowest_address(device, start)))
         self.out_of_memory: OutOfMemory | None = None
-        self.unknown_frees = 0
         self.same_address = 0
         self._limited = case.limit_bytes is not None
         self._has_requests = records_requests(self.history)
@@ -91,10 +92,10 @@ class Replay:
             elif index in self._empties:
                 self.allocator.empty_cache()
             elif action == Action.OOM and self._limited:
+                # The program went on without it, whether it fits now or not.
                 block = self._malloc(index, address, size, stream)
-                if block is None:
-                    return
-                self.allocator.free(block)
+                if block is not None:
+                    self.allocator.free(block)
             yield index
 
     def _take_over(self, held: dict[int, Block]) -> None:
@@ -120,7 +121,7 @@ class Replay:
         try:
             return self.allocator.malloc(size, stream, int(self._is_private(address)))
         except OutOfMemoryError as error:
-            self.out_of_memory = OutOfMemory(
+            self.out_of_memory = self.out_of_memory or OutOfMemory(
                 index=index,
                 site=BEFORE_HISTORY if index is None else allocation_site(self.history.frames[index]),
                 requested_bytes=size,
@@ -131,10 +132,7 @@ class Replay:
             return None
 
     def _free(self, address: int, stream: int) -> None:
-        block = self._live.pop(address, None)
-        if block is None:
-            self.unknown_frees += 1
-            return
+        block = self._live.pop(address)  # what was not allocated in the history is in its start
         self.allocator.request_free(block)
         if self._defers and self._has_requests:
             self._pending[address, stream] = block

@@ -37,18 +37,21 @@ def page() -> None:
 
 
 def peaks(prediction: dict[str, Any]) -> None:
-    st.subheader("Allocated peak, from the second step on")
+    st.subheader("Peaks, from the second step on")
     headers: dict[str, Any] = {
         "rank": "rank",
-        "peak_allocated_bytes": "predicted",
+        "peak_allocated_bytes": st.column_config.Column("predicted", help="allocated bytes"),
         "measured_peak_allocated_bytes": "measured",
         "error_pct": st.column_config.Column("error", help="100 · (predicted − measured) / measured"),
+        "peak_reserved_bytes": st.column_config.Column("reserved", help="predicted, of the CUDA allocator"),
+        "measured_peak_reserved_bytes": "measured reserved",
+        "reserved_error_pct": "error of reserved",
         "at": "predicted at",
         "resident_bytes": st.column_config.Column("between steps", help="predicted, gradients included"),
         "first_step_peak_allocated_bytes": "first step",
     }
     tables.show(prediction["ranks"], headers, words="Predicted and measured peak of each rank")
-    st.caption(f"Predicted for {prediction['target']}. Reserved bytes and times are not predicted.")
+    st.caption(f"Predicted for {prediction['target']}. Times are not predicted.")
 
 
 def lines(prediction: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import get_args
 
 from harness import compare
+from harness.allocator import Settings
+from harness.allocator.conf import parse_conf
 from harness.commands import add_json_argument
 from harness.compare.pipeline import pipeline_of
 from harness.compare.text import collectives
@@ -33,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else training.device, else cuda)",
     )
     parser.add_argument(
+        "--alloc-conf",
+        metavar="CONF",
+        help="settings of the CUDA allocator as in PYTORCH_ALLOC_CONF (default: those of --against, else torch's)",
+    )
+    parser.add_argument(
         "--against",
         type=Path,
         metavar="RECORDING",
@@ -51,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
         or (compare.recorded_target(recording) if recording else None)
         or ("cpu" if config.training.device == "cpu" else "cuda")
     )
-    prediction = predict(config, target)
+    settings = Settings() if args.alloc_conf is None else parse_conf(args.alloc_conf)
+    if args.alloc_conf is None and recording is not None:
+        settings = compare.recorded_settings(recording)
+    prediction = predict(config, target, settings=settings)
     errors = _put_beside(prediction, config, measured) if measured else []
     rows = compare.communication(prediction, measured.captures) if measured else []
     pipeline = pipeline_of(config, measured.captures if measured else [])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.allocator import Settings
+from harness.allocator.conf import parse_conf
 from harness.config import Trainer
 from harness.config_json import from_dict, to_dict
 from harness.errors import InputError, UsageError
@@ -16,6 +18,9 @@ from harness.trace import Capture, collective_counts, complete
 
 TARGET_OF_SOURCE: dict[str, Target] = {"cuda_allocator": "cuda", "tensor_storages": "cpu"}
 """Where a recording's peaks come from -> the operator table that describes it."""
+
+CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch reads the second only where the first is not set (c10/core/AllocatorConfig.h)."""
 
 DECIDES_MEMORY = {
     "model": ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "tied_embeddings"),
@@ -107,23 +112,37 @@ def states_peak(row: dict[str, Any]) -> bool:
     return type(peak) is int and peak > 0 and row.get("memory_source") in TARGET_OF_SOURCE
 
 
-def steady_peaks(recording: Recording) -> dict[int, int]:
-    """Rank -> highest allocated peak in bytes of its steps from the second on (the first has no optimizer states)."""
+def steady_peaks(recording: Recording, name: str = "peak_allocated_bytes") -> dict[int, int]:
+    """Rank -> highest peak in bytes of its steps from the second on (the first has no optimizer states)."""
     peaks: dict[int, int] = {}
     for rank, rows in recording.steps.items():
-        found = [row["peak_allocated_bytes"] for row in rows if row.get("step", 0) >= 1 and states_peak(row)]
+        found = [row[name] for row in rows if row.get("step", 0) >= 1 and states_peak(row) and row.get(name)]
         if found:
             peaks[rank] = max(found)
     return peaks
 
 
+def recorded_settings(recording: Recording) -> Settings:
+    """The CUDA allocator's, as the environment of the first rank has them, which is the same in all; torch's defaults
+    where it says nothing. Raises `UsageError` for one that torch would not take."""
+    for document in recording.ranks.values():
+        environment = document.get("environment_before") or {}
+        for name in CONF_VARIABLES:
+            if name in environment:
+                return parse_conf(environment[name])
+    return Settings()
+
+
 def put_beside(prediction: Prediction, recording: Recording) -> list[InputError]:
     """Fills measured peaks and errors, 100·(predicted − measured)/measured, into `prediction`; returns what lacks."""
-    measured = steady_peaks(recording)
+    measured, reserved = steady_peaks(recording), steady_peaks(recording, "peak_reserved_bytes")
     expected = recording.manifest.get("recorded_ranks") or range(prediction.world_size)
     missing = []
     for rank in prediction.ranks:
         rank.measured_peak_allocated_bytes = peak = measured.get(rank.rank)
+        rank.measured_peak_reserved_bytes = held = reserved.get(rank.rank)
+        if held and rank.peak_reserved_bytes is not None:
+            rank.reserved_error_pct = 100 * (rank.peak_reserved_bytes - held) / held
         if peak:
             rank.error_pct = 100 * (rank.peak_allocated_bytes - peak) / peak
         elif rank.rank in expected:

@@ -21,11 +21,13 @@ ACCUMULATE_GRAD = 1 << 62
 
 @dataclass(slots=True)
 class Gradient:
-    """A view keeps its base alive, which is why torch never adds in place into one. `whole` is what the gradient was
-    cut from, and lives until it is stored or summed."""
+    """A view keeps its base alive, which is why torch never adds in place into one, nor does it into a DTensor
+    (`isTensorSubclassLike`), whose sums are DTensors. `whole` is what the gradient was cut from, and lives until it is
+    stored or summed."""
 
     storage: Storage
     is_view: bool = False
+    is_dtensor: bool = False
     whole: Storage | None = None
 
 
@@ -167,10 +169,10 @@ class Graph:
         """In place only where nobody else holds the first."""
         if self.on_sum is not None:
             self.on_sum(first.storage.size)
-        is_held = first.is_view or any(one.storage is first.storage for _, one in kept)
+        is_held = first.is_view or first.is_dtensor or any(one.storage is first.storage for _, one in kept)
         if self.sums_in_place and not is_held:
             return first
-        return Gradient(self.tape.allocate(first.storage.category, first.storage.size))
+        return Gradient(self.tape.allocate(first.storage.category, first.storage.size), is_dtensor=first.is_dtensor)
 
     def _consumers(self, root: Node) -> Counter[Node]:
         found: Counter[Node] = Counter()

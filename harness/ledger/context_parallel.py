@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from harness.config import Trainer
 from harness.context_parallel import Block, sources, visible
 from harness.ledger.autograd import Gradient, Tensor
-from harness.ledger.operators import ACTIVATION_GRADIENTS, WORKSPACE, Operators
+from harness.ledger.operators import ACTIVATION_GRADIENTS, Operators
 from harness.ledger.simulate import COMPUTE, EXCHANGE
 from harness.ledger.tape import Storage
 
@@ -35,7 +35,6 @@ class ContextParallel:
         layout = config.parallelism
         self.ops, self.rank, self.size = ops, rank, layout.cp
         self.exchange, self.balance = layout.cp_attention, layout.cp_load_balance
-        self.grouped = ops.quantities.values["H"] != ops.quantities.values["K"]
 
     def new(self, category: str, coefficient: int, monomial: str, part: Part = "all") -> Storage:
         return self.ops.new(category, coefficient if part == "all" else coefficient // 2, monomial)
@@ -183,10 +182,8 @@ class ContextParallel:
             for monomial, part in (("T·d/t", block.queries), ("T·kv/t", block.keys), ("T·kv/t", block.keys))
         ]
         if cuda:
-            accumulators = [self.new(WORKSPACE, 4, monomial, block.queries) for monomial in ("T·d/t", "T·H/t")]
-            if self.grouped:
-                accumulators.append(self.new(WORKSPACE, 2 * e, "T·d/t", block.keys))
-            del accumulators
+            of_queries, of_keys = (1 if part == "all" else 2 for part in (block.queries, block.keys))
+            self.ops.attention_workspace(of_queries, of_keys)
         del rows
         return found
 

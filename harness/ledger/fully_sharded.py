@@ -24,7 +24,7 @@ from harness.ledger.autograd import ACCUMULATE_GRAD, Gradient, Graph, Node, Tens
 from harness.ledger.fully_sharded_work import ShardingWork, UnitWork
 from harness.ledger.layout import Parameter
 from harness.ledger.sizes import Quantities
-from harness.ledger.tape import Storage, Tape
+from harness.ledger.tape import ALL_GATHER, ALL_REDUCE, COMPUTE, REDUCE_SCATTER, Storage, Tape
 
 if TYPE_CHECKING:
     from harness.ledger.program import Program
@@ -69,18 +69,37 @@ class Sharding:
         for unit in self.units:
             unit.work = UnitWork(work, unit.name, unit.parameters)
 
-    def new(self, category: str, coefficient: int, monomial: str) -> Storage:
-        return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
+    def new(
+        self,
+        category: str,
+        coefficient: int,
+        monomial: str,
+        *,
+        stream: int = COMPUTE,
+        parts: Sequence[int] | None = None,
+    ) -> Storage:
+        return self.tape.allocate(category, self.quantities.size(coefficient, monomial), stream=stream, parts=parts)
 
-    def new_reduced(self, category: str, coefficient: int, monomial: str) -> Storage:
-        """What stays as it comes from a stream that allocates nothing else: the rest of its segment stays with it."""
-        size = self.quantities.size(coefficient, monomial)
-        return self.tape.allocate(category, size, remainder=self.tape.unsplit(size.bytes))
-
-    def new_resident(self, category: str, coefficient: int, monomial: str, *, remainder: int = 0) -> Storage:
+    def new_resident(
+        self,
+        category: str,
+        coefficient: int,
+        monomial: str,
+        *,
+        stream: int = COMPUTE,
+        parts: Sequence[int] | None = None,
+    ) -> Storage:
         """Of the shards: parameters, their gradients, optimizer states."""
         tape = self.host or self.tape
-        return tape.allocate(category, self.quantities.size(coefficient, monomial), remainder=remainder)
+        return tape.allocate(category, self.quantities.size(coefficient, monomial), stream=stream, parts=parts)
+
+    def new_copy_plan(self, to_reduce: Storage) -> None:
+        """Where each block of the kernel that fills a reduce-scatter input copies from, 8 bytes for 2048 of a shard
+        (ATen/native/cuda/TensorShape.cu `_chunk_cat_out_cuda`)."""
+        if self.tape.allocator is not None:
+            blocks = -(-to_reduce.size.bytes // self.shards // 2048)
+            plan = self.new("kernel workspaces", 8 * blocks, "1")
+            del plan
 
     def set_prefetch(self, depth: int | Literal["default"], *, first: Unit) -> None:
         """Whom each unit gathers ahead; units are in the order in which their forward ends, which `first` begins."""
@@ -111,7 +130,7 @@ class Unit:
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         sharding.units.append(self)
-        self.shard = sharding.new_resident("parameters", 4, f"{symbol}/W", remainder=self._unsplit())
+        self.shard: Storage
         self.sharded_gradients: dict[str, Storage] = {}
         self.gathered: Storage | None = None
         self.unsharded: list[Storage] = []
@@ -121,12 +140,11 @@ class Unit:
         self.work: UnitWork | None = None
         """Where what it has the device do is written down, if its time is wanted."""
 
-    def _unsplit(self) -> int:
-        """Parameters are allocated one by one, before anything else was freed."""
+    def materialise(self) -> None:
+        """Makes the shards of its parameters, one by one."""
         shared = self.sharding
-        return sum(
-            (shared.host or shared.tape).unsplit(4 * p.padded(shared.shards) // shared.shards) for p in self.parameters
-        )
+        parts = [4 * parameter.padded(shared.shards) // shared.shards for parameter in self.parameters]
+        self.shard = shared.new_resident("parameters", 4, f"{self.symbol}/W", parts=parts)
 
     def tensors(self) -> dict[str, Tensor]:
         """The unsharded parameters as leaves; their gradients come to this unit."""
@@ -156,8 +174,9 @@ class Unit:
             unit._gather()
 
     def gather(self) -> None:
-        """An all-gather that a pipeline's schedule asks for, asynchronously; `wait` has the copies out."""
-        self._gather()
+        """An all-gather outside forward and backward, on the compute stream (`get_all_gather_streams`): that of a
+        pipeline's schedule or of the loss in chunks; `wait` has the copies out."""
+        self._gather(COMPUTE)
 
     def wait(self) -> None:
         self._copy_out(forward=False)
@@ -221,36 +240,38 @@ class Unit:
             self._free_unsharded()
         shared.reduce_scatter_state = self.all_reduce_state = None
         to_reduce = shared.new("reduce-scatter input", shared.reduce_element, symbol)
+        shared.new_copy_plan(to_reduce)
         held = gradients[-1] if shared.shards > 1 else None  # by the loop variable of foreach_reduce
         gradients.clear()
         new = [parameter.name for parameter in present if parameter.name not in self.sharded_gradients]
         stays = bool(new) and shared.host is None
         category = "gradients" if stays and shared.reduce_element == 4 else "reduce-scatter output"
-        # One that went before the others came would be split for them.
-        new_reduced = shared.new_reduced if stays and (shared.reduce_element == 4 or shared.replicated) else shared.new
-        reduced = new_reduced(category, shared.reduce_element, f"{symbol}/W")
+        reduced = shared.new(category, shared.reduce_element, f"{symbol}/W", stream=REDUCE_SCATTER)
         if shared.shards == 1:
-            divided = shared.new("reduce-scatter input", shared.reduce_element, symbol)
+            divided = shared.new("reduce-scatter input", shared.reduce_element, symbol, stream=REDUCE_SCATTER)
             del divided
         all_reduced = reduced if shared.replicated else None
         if shared.reduce_element != 4:
             category = "gradients" if stays else "reduce-scatter output"
-            reduced = new_reduced(category, 4, f"{symbol}/W")
+            stream = ALL_REDUCE if shared.replicated else REDUCE_SCATTER
+            reduced = shared.new(category, 4, f"{symbol}/W", stream=stream)
         if shared.host is not None:
             reduced = shared.new_resident("gradients" if new else "gradients to add", 4, f"{symbol}/W")
         self.sharded_gradients.update(dict.fromkeys(new, reduced))
         shared.reduce_scatter_state, self.all_reduce_state = to_reduce, all_reduced
         del held
 
-    def _gather(self) -> None:
+    def _gather(self, stream: int = ALL_GATHER) -> None:
         shared = self.sharding
         if shared.shards == 1 or self.gathered is not None or self.unsharded:
             return
+        if shared.async_unshard:
+            stream = COMPUTE
         if self.work is not None:
             self.work.gather()
         is_copied = shared.element != 4 or shared.host is not None
-        copy = shared.new("all-gather input", shared.element, f"{self.symbol}/W") if is_copied else None
-        self.gathered = shared.new("all-gather output", shared.element, self.symbol)
+        copy = shared.new("all-gather input", shared.element, f"{self.symbol}/W", stream=stream) if is_copied else None
+        self.gathered = shared.new("all-gather output", shared.element, self.symbol, stream=stream)
         del copy
 
     def _copy_out(self, *, forward: bool) -> None:
@@ -262,7 +283,8 @@ class Unit:
             return
         if self.work is not None:
             self.work.copy_out()
-        self.unsharded = [shared.new("unsharded parameters", shared.element, self.symbol)]
+        parts = [shared.element * parameter.padded(shared.shards) for parameter in self.parameters]
+        self.unsharded = [shared.new("unsharded parameters", shared.element, self.symbol, parts=parts)]
         if forward:
             shared.all_gather_state = None if shared.async_unshard else self.gathered
         self.gathered = None

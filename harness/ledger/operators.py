@@ -30,6 +30,10 @@ CUBLAS_WORKSPACE = 4096 * 8 * 1024
 """Bytes of each cuBLAS handle on Hopper, inside the caching allocator (ATen/cuda/CublasHandlePool.cpp); one handle per
 thread that multiplies, which are the main thread and autograd's."""
 
+SORTED_ABOVE, ROWS_OF_A_THREAD = 3072, 10
+"""Tokens above which the embedding's gradient is summed up in sorted segments, each of at most so many rows; their
+float32 sums (ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu `max_partial_segment`) are a row each."""
+
 
 class Operators:
     """Forward of every operator on symbolic tensors; each records its backward."""
@@ -50,6 +54,21 @@ class Operators:
         if self.is_last_part and self.graph.computes_again:
             coefficient = 0
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
+
+    def workspace(self, *sizes: tuple[int, str], beside: int = 0) -> None:
+        """One block of several lines, and some bytes beside, that comes and goes."""
+        lines = [self.quantities.size(*size) for size in sizes]
+        inside = [self.tape.allocate(WORKSPACE, line, parts=()) for line in lines[:-1]]
+        block = self.tape.allocate(WORKSPACE, lines[-1], parts=[beside + sum(line.bytes for line in lines)])
+        del block, inside
+
+    def attention_workspace(self, of_queries: int = 1, of_keys: int = 1) -> None:
+        """cuDNN's, of the backward of one in `of_queries` queries and of one in `of_keys` keys; its parts are in
+        `_attention_flash`."""
+        lines = [(4 // of_queries, "T·H/t"), (4 // of_queries, "T·d/t")]
+        if self._grouped:
+            lines.append((2 * self.e // of_keys, "T·d/t"))
+        self.workspace(*lines, beside=256)
 
     def gradient(self, coefficient: int, monomial: str, *, is_view: bool = False) -> Gradient:
         return Gradient(self.new(ACTIVATION_GRADIENTS, coefficient, monomial), is_view)
@@ -104,7 +123,10 @@ class Operators:
             to_weight = Gradient(self.new("unsharded gradients", e, matrix), is_view=True)
             if lets_go:
                 saved.clear()
-            return [None if wanted == "weights" else self.gradient(e, inner, is_view=True), to_weight]
+            if wanted == "weights":
+                return [None, to_weight]
+            is_dtensor = self.quantities.values["t"] > 1
+            return [Gradient(self.new(ACTIVATION_GRADIENTS, e, inner), is_view=True, is_dtensor=is_dtensor), to_weight]
 
         out.node = self.graph.record([x, weight], backward)
         return out
@@ -175,8 +197,8 @@ class Operators:
         return out
 
     def _rms_norm_fused(self, category: str, x: Tensor, weight: Tensor, stream: str, rows: str) -> Tensor:
-        saved = x.storage, self.new(category, 4, rows)
         out = Tensor(self.new(category, self.e, stream))
+        saved = x.storage, self.new(category, 4, rows)
 
         def backward(gradient: Gradient, saved: tuple[Storage, Storage] = saved) -> list[Gradient | None]:
             self.runs("rms_norm_backward", "norms", (5 * self.e, stream))
@@ -244,9 +266,9 @@ class Operators:
         def attend() -> tuple[Storage, Storage]:
             if self.program is not None:
                 self.program.attention(backward=False)
-            return self.new(category, 4, "T·H/t"), self.new(category, e, "T·d/t")
+            return self.new(category, e, "T·d/t"), self.new(category, 4, "T·H/t")
 
-        rows, attended = self.kept(attend)
+        attended, rows = self.kept(attend)
         out = Tensor(attended)
         saved = q.storage, k.storage, v.storage, rows, out.storage
 
@@ -255,10 +277,7 @@ class Operators:
                 self.program.attention(backward=True)
             gradients = [self.gradient(e, heads, is_view=True) for heads in ("T·d/t", "T·kv/t", "T·kv/t")]
             if self.target == "cuda":
-                accumulators = [self.new(WORKSPACE, 4, "T·d/t"), self.new(WORKSPACE, 4, "T·H/t")]
-                if self._grouped:
-                    accumulators.append(self.new(WORKSPACE, 2 * e, "T·d/t"))
-                del accumulators
+                self.attention_workspace()
             return gradients
 
         out.node = self.graph.record([q, k, v], backward)
@@ -369,6 +388,9 @@ class Operators:
         def backward(gradient: Gradient) -> list[Gradient]:
             self.runs("embedding_backward", "look-up", (2 * self.e, "T·d"))
             whole = self.new("unsharded gradients", self.e, "V·d")
+            tokens, rows = self.quantities.values["T"], self.quantities.values["V"]
+            if self.target == "cuda" and tokens > SORTED_ABOVE:
+                self.workspace((4 * (tokens // ROWS_OF_A_THREAD), "d"), (4, "T·d" if tokens < rows else "V·d"))
             if self.quantities.values["t"] == 1 or self.adds_up_gradients:
                 return [Gradient(whole)]
             del gradient

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from harness.allocator import Settings
 from harness.config import Trainer
 from harness.ledger.autograd import ACCUMULATE_GRAD, Gradient, Kept, Node, Tensor
 from harness.ledger.layout import quantities
@@ -44,6 +45,7 @@ class PipelineStep:
         pipeline_rank: int,
         shard_rank: int = 0,
         implementation: Implementation,
+        settings: Settings | None = None,
     ) -> None:
         pipeline = plan(config)
         self.config, self.actions = config, pipeline.actions[pipeline_rank]
@@ -63,6 +65,7 @@ class PipelineStep:
                 target=target,
                 shard_rank=shard_rank,
                 implementation=implementation,
+                settings=settings,
                 part=pipeline.parts[number],
                 values=self.quantities,
                 beside=first,
@@ -75,7 +78,9 @@ class PipelineStep:
                 micro_batches=pipeline.micro_batches,
                 is_last=number == len(pipeline.parts) - 1,
             )
+            first.units = step.units
         assert first is not None, "a rank without a stage is refused"
+        first.initialise()
         self.first = first
         self.tape, self.host = first.tape, first.host
 
@@ -260,7 +265,7 @@ class _Stage:
         assert node is not None
         if self.is_last:
             return node, Gradient(self.step.ops.new(LOGITS, 4, "1"))
-        return node, Gradient(self.output_gradients[number])
+        return node, Gradient(self.output_gradients[number], is_view=True)  # of the buffer, to which nothing is added
 
     def backward(self, number: int) -> None:
         root, gradient = self._root(number)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from harness.allocator import Settings
 from harness.config import Trainer
 from harness.errors import UsageError
 from harness.ledger.communication import (
@@ -16,11 +17,13 @@ from harness.ledger.communication import (
     host_copies,
 )
 from harness.ledger.compiled import compilation_notes
-from harness.ledger.layout import MEANINGS
+from harness.ledger.layout import MEANINGS, quantities
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
+from harness.ledger.reserved import STEPS, StreamPool, not_predicted, pools
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Instant, Line
+from harness.pipeline.plan import plan
 from harness.validation import require_offload_on
 
 SCHEMA_VERSION = 1
@@ -56,7 +59,8 @@ class RankMemory:
     """Memory of one rank in steady state, which is every step from the second on.
 
     `resident_bytes` is what stays between steps (gradients included). `first_step_peak_allocated_bytes` has no
-    optimizer states before its own update. Reserved bytes are not predicted: None.
+    optimizer states before its own update. Reserved bytes are those of the CUDA allocator once they have stopped
+    growing, and None where there is none or they are not predicted.
     """
 
     rank: int
@@ -75,8 +79,12 @@ class RankMemory:
     """The most that CPU offload keeps in host memory; without it 0, though a run has other things there."""
     host_entries: list[Line] = field(default_factory=list)
     """What that consists of."""
+    pools: list[StreamPool] = field(default_factory=list)
+    """What `peak_reserved_bytes` consist of."""
     measured_peak_allocated_bytes: int | None = None
     error_pct: float | None = None
+    measured_peak_reserved_bytes: int | None = None
+    reserved_error_pct: float | None = None
     sums: list[Sum] = field(default_factory=list)
 
 
@@ -129,6 +137,7 @@ def _rank_json(rank: RankMemory) -> dict[str, Any]:
     """The composition of every instant goes with the first of the ranks that are alike."""
     fields: dict[str, Any] = {name: getattr(rank, name) for name in rank.__dataclass_fields__}
     fields["entries"] = [asdict(entry) for entry in rank.entries]
+    fields["pools"] = [asdict(pool) for pool in rank.pools]
     fields["sums"] = [asdict(one) for one in rank.sums]
     fields["host_entries"] = [asdict(line) for line in rank.host_entries]
     fields["timeline"] = [{"at": instant.name, "bytes": instant.bytes} for instant in rank.timeline]
@@ -139,9 +148,13 @@ def _rank_json(rank: RankMemory) -> dict[str, Any]:
 
 
 def predict(
-    config: Trainer.Config, target: Target = "cuda", implementation: Implementation | None = None
+    config: Trainer.Config,
+    target: Target = "cuda",
+    implementation: Implementation | None = None,
+    settings: Settings | None = None,
 ) -> Prediction:
-    """Predicts memory and communication of every rank; `implementation` describes a trainer other than harness's.
+    """Predicts memory and communication of every rank; `implementation` describes a trainer other than harness's,
+    `settings` a CUDA allocator other than torch's default.
 
     Ranks are numbered with `pp` outermost, then `dp_replicate`, and `tp` innermost. Raises `UsageError` as
     `Trainer.Config.validate` does, and for a workload that is no training.
@@ -155,20 +168,29 @@ def predict(
     implementation = implementation or Implementation()
     pp, cp, tp = config.parallelism.pp, config.parallelism.cp, config.parallelism.tp
     of_stage = config.world_size // pp
+    unknown = not_predicted(config) if target == "cuda" else None
+    reserved = target == "cuda" and unknown is None
     alike: dict[tuple[int, int, int], RankMemory] = {}
     kinds: dict[tuple[int, int], RankMemory] = {}
+    pipeline = plan(config) if pp > 1 else None
     for stage, shard_rank in product(range(pp), range(config.fsdp_shards)):
-        step: Step | PipelineStep = (
-            Step(config, target=target, shard_rank=shard_rank, implementation=implementation)
-            if pp == 1
-            else PipelineStep(
-                config, target=target, pipeline_rank=stage, shard_rank=shard_rank, implementation=implementation
-            )
-        )
+        parts = [pipeline.parts[number] for number in pipeline.stages_of(stage)] if pipeline else None
         # Ranks of a stage differ by what is left of uneven rows, and by which keys their queries see.
-        kind = stage, step.quantities.values["P"], shard_rank % cp
+        kind = stage, quantities(config, shard_rank, parts).values["P"], shard_rank % cp
         if kind not in alike:
-            memory = _memory(step, stage * of_stage + shard_rank * tp)
+            step: Step | PipelineStep = (
+                Step(config, target=target, shard_rank=shard_rank, implementation=implementation, settings=settings)
+                if pp == 1
+                else PipelineStep(
+                    config,
+                    target=target,
+                    pipeline_rank=stage,
+                    shard_rank=shard_rank,
+                    implementation=implementation,
+                    settings=settings,
+                )
+            )
+            memory = _memory(step, stage * of_stage + shard_rank * tp, reserved=reserved)
             alike[kind] = next((known for known in alike.values() if _is_alike(known, memory)), memory)
         kinds[stage, shard_rank] = alike[kind]
     ranks = []
@@ -183,7 +205,7 @@ def predict(
         communication=by_dimension_and_kind(found),
         collectives=found,
         host_copies=host_copies(config),
-        notes=compilation_notes(config, target),
+        notes=compilation_notes(config, target) + ([f"reserved bytes: {unknown}"] if unknown else []),
     )
 
 
@@ -191,10 +213,15 @@ def _is_alike(one: RankMemory, other: RankMemory) -> bool:
     return one == replace(other, rank=one.rank, alike_rank=one.alike_rank)
 
 
-def _memory(step: Step | PipelineStep, rank: int) -> RankMemory:
+def _memory(step: Step | PipelineStep, rank: int, *, reserved: bool) -> RankMemory:
     step.run()
-    first = step.tape.peak()
+    first, grown = step.tape.peak(), step.tape.reserved_bytes
     step.run()
+    steps = 2
+    while reserved and step.tape.reserved_bytes > grown and steps < STEPS:
+        grown = step.tape.reserved_bytes
+        step.run()
+        steps += 1
     peak = step.tape.peak()
     entries = [
         Entry(
@@ -209,7 +236,7 @@ def _memory(step: Step | PipelineStep, rank: int) -> RankMemory:
         rank=rank,
         alike_rank=rank,
         peak_allocated_bytes=peak.bytes,
-        peak_reserved_bytes=None,
+        peak_reserved_bytes=step.tape.reserved_bytes if reserved else None,
         at=peak.name,
         first_step_peak_allocated_bytes=first.bytes,
         first_step_at=first.name,
@@ -218,5 +245,6 @@ def _memory(step: Step | PipelineStep, rank: int) -> RankMemory:
         timeline=step.tape.instants,
         host_bytes=step.host.peak().bytes,
         host_entries=step.host.lines(),
+        pools=pools(step.tape) if reserved else [],
         quantities={name: step.quantities.values[name] for name in MEANINGS if name in step.quantities.values},
     )

@@ -69,8 +69,10 @@ class Frame:
             assert self._again is not None
             backward, self._again[place] = self._again[place], None
             assert backward is not None
+            arrived = [gradient]
+            del gradient  # a name for it here would keep it beyond its last use there
             self._graph.unpacks = True
-            results = backward(gradient)
+            results = backward(arrived.pop())
             self._graph.unpacks = False
             return results
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from harness.allocator import Allocator, Settings
 from harness.config import DTYPE_BYTES, Trainer
 from harness.float8 import conversion
 from harness.ledger.autograd import Gradient, Tensor
@@ -30,6 +31,7 @@ from harness.ledger.loss import VocabParallelLoss, cross_entropy, vocab_parallel
 from harness.ledger.operators import LOGITS, Operators, Target
 from harness.ledger.recompute import Keeps, checkpointed, keeps_every_other, keeps_nothing
 from harness.ledger.sizes import Quantities
+from harness.ledger.start_up import fill_normal, rotary_table
 from harness.ledger.tape import Storage, Tape
 from harness.ledger.tensor_parallel import Redistribution
 from harness.pipeline.split import Part, whole
@@ -43,8 +45,9 @@ NORM = "activations: norms"
 RESIDUAL = "activations: residual stream"
 OPTIMIZER = "optimizer states"
 
-GRANULE: dict[Target, int] = {"cuda": 512, "cpu": 1}
-"""Bytes to which the allocator rounds (c10/cuda/CUDACachingAllocator.cpp kMinBlockSize)."""
+NORM_CHUNK_BYTES = 4 * 65536
+"""The norms of gradients begin with one of each such part, for every tensor as many as the largest has
+(ATen/native/cuda/ForeachReduceOp.cu `foreach_tensor_norm_cuda`, kChunkSize)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +65,8 @@ class Implementation:
 class Step:
     """A rank's state, and `run` for one optimizer step on it; the first has no optimizer states yet.
 
-    With `part` it is a pipeline stage; `beside` is another one of the same rank, which shares all but parameters.
+    `settings` are those of the CUDA allocator. With `part` it is a pipeline stage; `beside` is another one of the same
+    rank, which shares all but parameters.
     """
 
     def __init__(
@@ -72,15 +76,17 @@ class Step:
         target: Target,
         shard_rank: int = 0,
         implementation: Implementation,
+        settings: Settings | None = None,
         part: Part | None = None,
         values: Quantities | None = None,
         beside: Step | None = None,
     ) -> None:
-        self.config, self.implementation = config, implementation
+        self.config, self.implementation, self.shard_rank = config, implementation, shard_rank
         self.part = part or whole(config.model.n_layers)
         self.quantities = values or quantities(config, shard_rank)
-        self.tape: Tape = beside.tape if beside else Tape(GRANULE[target])
-        self.host: Tape = beside.host if beside else Tape(granule=1)
+        allocator = Allocator(settings or Settings()) if target == "cuda" else None
+        self.tape: Tape = beside.tape if beside else Tape(allocator)
+        self.host: Tape = beside.host if beside else Tape()
         element = DTYPE_BYTES[config.training.mixed_precision_param]
         self.ops: Operators = (
             beside.ops if beside else Operators(self.tape, self.quantities, target=target, element=element)
@@ -93,7 +99,7 @@ class Step:
         self.float8 = Float8(self.ops, config.float8.recipe, emulate=config.float8.emulate)
         self.converted = conversion(config).converted
         self.compiled = CompiledOperators(self.ops) if config.compile.blocks else None
-        self.argument: Tensor | None = None
+        self.held: list[Tensor] = []
         self.plan = Redistribution(
             self.ops,
             sequence_parallel=config.parallelism.sequence_parallel,
@@ -134,7 +140,24 @@ class Step:
         self.embedding = self.head if self.tied else self.embedding
         self.sharding.set_prefetch(config.parallelism.fsdp_prefetch, first=self.embedding or self.sharding.units[0])
         self.program: Program | None = None
+
+        units = self.sharding.units
+        # `to_empty` goes from module to module, and makes a tied matrix twice.
+        for unit in [self.embedding, *units] if self.tied and self.embedding else units:
+            unit.materialise()
+        self.units: list[Unit] = [*(beside.units if beside else []), *units]
         self.rotary: Storage = beside.rotary if beside else self.ops.new("rotary table", 4, "S·hd")
+        if part is None:
+            self.initialise()
+
+    def initialise(self) -> None:
+        """Parameters get their values, once all of the rank's are there."""
+        shards = self.sharding.shards
+        matrices = [p for unit in self.units for p in unit.parameters if not p.name.endswith("norm")]
+        if self.ops.target == "cuda":
+            shapes = [(p.local(shards, self.shard_rank) // p.columns, p.columns) for p in matrices]
+            fill_normal(self.tape, shapes)
+            self.rotary = rotary_table(self.ops, self.config.training.seq_len)
 
     def write_down(self, program: Program) -> None:
         """What the host has the device do in the steps from here on."""
@@ -258,20 +281,21 @@ class Step:
         return self._rest(name, weights, x, self._heads(name, weights, x))
 
     def _heads(self, name: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        """What attention returns. Uncompiled, the normalised input stays alive beside what is gathered from it until
-        that has been projected: torch's `_wrapped_call_impl` holds a module's arguments."""
+        """What attention returns. Uncompiled, the normalised input, what is gathered from it, queries, keys and values
+        stay alive until that has been projected: Attention.forward and what calls it have names for them."""
         ops, plan = self.ops, self.plan
         ops.in_compiled_layer = self.compiled is not None
         if ops.graph.computes_again:
             self.instant(f"{name} attention")
         normalised = self._norm(x, weights["attention_norm"], [])
         gathered = plan.enter(normalised)
-        self.argument = None if self.compiled else normalised
+        self.held = [] if self.compiled else [normalised, gathered]
         del normalised
         q = self._linear("wq", ATTENTION, gathered, weights, ("T·d", "d·d/t", "T·d/t"))
         k = self._linear("wk", ATTENTION, gathered, weights, ("T·d", "kv·d/t", "T·kv/t"))
         v = self._linear("wv", ATTENTION, gathered, weights, ("T·d", "kv·d/t", "T·kv/t"))
         q, k = ops.rotary(ATTENTION, q, "T·d/t"), ops.rotary(ATTENTION, k, "T·kv/t")
+        self.held += [] if self.compiled else [q, k, v]
         out = self.attend(ATTENTION, q, k, v)
         if self.implementation.copies_heads:
             out = ops.copy_heads(ATTENTION, out)
@@ -283,7 +307,7 @@ class Step:
         ops.in_compiled_layer = self.compiled is not None
         projected = self._linear("wo", RESIDUAL, attended, weights, ("T·d/t", "d·d/t", "T·d"))
         branch = plan.leave(RESIDUAL, projected)
-        self.argument = None
+        self.held.clear()
         del projected, attended
         total = ops.add(RESIDUAL, x, branch, plan.stream)
         made_of, x = [x, branch] if self.compiled else [], total
@@ -338,7 +362,12 @@ class Step:
         new = self.sharding.new_resident
         if self.program is not None:
             self.program.update(self.optimizer)
+        shards = [4 * p.local(self.sharding.shards, self.shard_rank) for unit in self.units for p in unit.parameters]
+        if self.ops.target == "cuda" and self.sharding.host is None:
+            chunks = -(-max(shards) // NORM_CHUNK_BYTES)
+            self.ops.workspace((4 * chunks, "tensors"))
         if not self.states:
-            self.states = [new(OPTIMIZER, 8, "P"), new(OPTIMIZER, 4, "tensors")]
+            counters = new(OPTIMIZER, 4, "tensors", parts=[4] * len(shards))
+            self.states = [counters, new(OPTIMIZER, 8, "P", parts=[size for size in shards for _ in range(2)])]
         if self.optimizer == "foreach":
-            new("optimizer temporaries", 4, "P")
+            new("optimizer temporaries", 4, "P", parts=shards)

@@ -6,10 +6,17 @@ of its storages), so code that holds its tensors as the trainer holds them has t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from harness.allocator import Allocator, Block
 from harness.ledger.sizes import Size, as_formula
+
+COMPUTE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = range(4)
+"""Streams: that on which an allocation is made has the pool that serves it and takes it back. The last three are
+FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:FSDPCommContext; all-gather: its copy-in stream)."""
+STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce")
 
 
 @dataclass(slots=True)
@@ -19,6 +26,8 @@ class Instant:
     name: str
     bytes: int
     categories: dict[str, int] = field(default_factory=dict)
+    streams: tuple[int, ...] = ()
+    """Those of the blocks of each stream, if there is an allocator."""
 
 
 @dataclass(slots=True)
@@ -31,97 +40,121 @@ class Line:
 
 
 class Storage:
-    """Bytes on a tape until `free` is called or nobody refers to them."""
+    """Bytes on a tape until `free` is called or nobody refers to them; on GPUs blocks of the allocator."""
 
-    __slots__ = ("category", "rounded", "size", "tape")
+    __slots__ = ("blocks", "category", "is_alive", "rounded", "size", "stream", "tape")
 
-    def __init__(self, tape: Tape, category: str, size: Size, rounded: int) -> None:
+    def __init__(
+        self, tape: Tape, category: str, size: Size, rounded: int, stream: int, blocks: Sequence[Block]
+    ) -> None:
         self.tape, self.category, self.size, self.rounded = tape, category, size, rounded
+        self.stream, self.blocks = stream, blocks
+        self.is_alive = True
 
     def free(self) -> None:
         """Gives the bytes back now, whoever still refers to them (torch's `untyped_storage().resize_(0)`)."""
-        if self.rounded:
+        if self.is_alive:
+            self.is_alive = False
             self.tape.forget(self)
-            self.rounded = 0
 
     def __del__(self) -> None:
         self.free()
 
 
-ROUNDING = "allocator rounding"
-OWN_SEGMENT_BYTES, SEGMENT_MULTIPLE_BYTES, UNSPLIT_BYTES = 10 << 20, 2 << 20, 1 << 20
-"""c10/cuda/CUDACachingAllocator.cpp kMinLargeAlloc, kRoundLarge, and kSmallSize as `should_split` has it."""
+ROUNDING, ROUNDED = "allocator rounding", "B: blocks of multiples of 512 B, some with the rest of a segment"
 
 
 class Tape:
-    """`granule`: the allocator rounds every block up to a multiple of it (CUDA 512 bytes, CPU 1)."""
+    """`allocator`: the one that CUDA allocations go through; without it (CPUs) a block is as large as was asked for."""
 
-    def __init__(self, granule: int) -> None:
-        self.granule = granule
+    def __init__(self, allocator: Allocator | None = None) -> None:
+        self.allocator = allocator
         self.total = 0
+        self.in_stream = [0] * len(STREAMS)
         self.bytes_of: Counter[str] = Counter()
-        self.terms_of: dict[str, Counter[str]] = {}
+        self.terms_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.start_step()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return 0 if self.allocator is None else self.allocator.reserved_bytes
 
     def start_step(self) -> None:
         """Forgets instants and peaks, not what is alive."""
         self.instants: list[Instant] = []
         self.now: Instant | None = None
-        self.largest = {category: (size, dict(self.terms_of[category])) for category, size in self.bytes_of.items()}
+        self.is_highest = False
+        """What is alive is the most of this instant so far, and not noted yet."""
+        self.most: dict[str, tuple[int, dict[str, int]]] = {}
+        """The most of each category and its terms, noted when it shrinks."""
 
     def instant(self, name: str) -> None:
         """What follows belongs to `name`."""
-        self.now = Instant(name, self.total, dict(self.bytes_of))
+        self._note_instant()
+        self.now = Instant(name, self.total, dict(self.bytes_of), tuple(self.in_stream))
         self.instants.append(self.now)
 
     def resume(self, instant: Instant) -> None:
         """What follows belongs to `instant` again, which others had interrupted."""
+        self._note_instant()
         self.now = instant
 
-    def allocate(self, category: str, size: Size, *, remainder: int = 0) -> Storage:
-        """remainder: bytes that the allocator hands out with it (`unsplit`)."""
-        rounded = self._rounded(size.bytes) + remainder
+    def allocate(
+        self, category: str, size: Size, *, stream: int = COMPUTE, parts: Sequence[int] | None = None
+    ) -> Storage:
+        """parts: the bytes of each tensor, where `size` is the sum of several that come and go together; none for what
+        is inside of another storage's block."""
+        blocks: Sequence[Block] = ()
+        rounded = size.bytes
+        if self.allocator is not None and rounded:
+            malloc = self.allocator.malloc
+            blocks = [malloc(part, stream) for part in ((rounded,) if parts is None else parts) if part]
+            rounded = sum(block.size for block in blocks)
         self._add(category, size.coefficient, size.monomial, size.bytes)
         if rounded != size.bytes:
-            self._round(rounded - size.bytes)
+            self._add(ROUNDING, rounded - size.bytes, ROUNDED, rounded - size.bytes)
+        self.total += rounded
+        self.in_stream[stream] += rounded
         if self.now is not None and self.total > self.now.bytes:
-            self.now.bytes, self.now.categories = self.total, dict(self.bytes_of)
-        return Storage(self, category, size, rounded)
+            self.now.bytes = self.total
+            self.is_highest = True
+        return Storage(self, category, size, rounded, stream, blocks)
 
     def forget(self, storage: Storage) -> None:
+        self._note_instant()
         size = storage.size
+        self._note_category(storage.category)
         self._add(storage.category, -size.coefficient, size.monomial, -size.bytes)
         if storage.rounded != size.bytes:
-            self._round(size.bytes - storage.rounded)
-
-    def unsplit(self, size: int) -> int:
-        """What remains of a segment that the CUDA allocator makes for `size` bytes and does not split off: 0 to 1 MiB.
-
-        That is certain of what never meets a larger free block of its stream: elsewhere that one is split instead.
-        """
-        block = self._rounded(size)
-        remainder = -block % SEGMENT_MULTIPLE_BYTES
-        is_kept = self.granule > 1 and block >= OWN_SEGMENT_BYTES and remainder <= UNSPLIT_BYTES
-        return remainder if is_kept else 0
-
-    def _rounded(self, size: int) -> int:
-        return -(-size // self.granule) * self.granule
-
-    def _round(self, size: int) -> None:
-        self._add(ROUNDING, size, f"B: blocks of multiples of {self.granule} B, some with the rest of a segment", size)
+            self._note_category(ROUNDING)
+            self._add(ROUNDING, size.bytes - storage.rounded, ROUNDED, size.bytes - storage.rounded)
+        self.total -= storage.rounded
+        self.in_stream[storage.stream] -= storage.rounded
+        for block in storage.blocks:
+            assert self.allocator is not None
+            self.allocator.free(block)
 
     def _add(self, category: str, coefficient: int, monomial: str, size: int) -> None:
-        self.total += size
         self.bytes_of[category] += size
-        terms = self.terms_of.setdefault(category, Counter())
-        terms[monomial] += coefficient
-        if self.bytes_of[category] > self.largest.get(category, (0, {}))[0]:
-            self.largest[category] = self.bytes_of[category], dict(terms)
+        self.terms_of[category][monomial] += coefficient
+
+    def _note_instant(self) -> None:
+        if self.is_highest and self.now is not None:
+            self.now.categories, self.now.streams = dict(self.bytes_of), tuple(self.in_stream)
+            self.is_highest = False
+
+    def _note_category(self, category: str) -> None:
+        size = self.bytes_of[category]
+        if category not in self.most or size > self.most[category][0]:
+            self.most[category] = size, dict(self.terms_of[category])
 
     def peak(self) -> Instant:
+        self._note_instant()
         return max(self.instants, key=lambda instant: instant.bytes)
 
     def lines(self) -> list[Line]:
         """Every category that held bytes in this step, largest first."""
-        found = [Line(name, size, as_formula(terms)) for name, (size, terms) in self.largest.items() if size]
+        for category in self.bytes_of:
+            self._note_category(category)
+        found = [Line(name, size, as_formula(terms)) for name, (size, terms) in self.most.items() if size]
         return sorted(found, key=lambda line: -line.bytes)

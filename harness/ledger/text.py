@@ -35,17 +35,27 @@ def _memory(ranks: list[RankMemory]) -> list[str]:
     lines = [
         f"{_names([rank.rank for rank in ranks])}: peak allocated {size(first.peak_allocated_bytes)} at {first.at}",
         f"  first step {size(first.first_step_peak_allocated_bytes)} at {first.first_step_at}, "
-        f"between steps {size(first.resident_bytes)}, reserved: not predicted",
+        f"between steps {size(first.resident_bytes)}",
     ]
     if first.host_bytes:
         of = "; ".join(f"{line.category} {size(line.bytes)} = {line.formula} B" for line in first.host_entries)
         lines.append(f"  in host memory up to {size(first.host_bytes)}: {of}")
-    lines += [
-        f"  rank {rank.rank} measured {size(rank.measured_peak_allocated_bytes)}, "
-        f"prediction off by {signed_percent(rank.error_pct)}"
-        for rank in ranks
-        if rank.measured_peak_allocated_bytes is not None
-    ]
+    for rank in ranks:
+        if rank.measured_peak_allocated_bytes is not None:
+            measured_line = (
+                f"  rank {rank.rank} measured {size(rank.measured_peak_allocated_bytes)}, "
+                f"prediction off by {signed_percent(rank.error_pct)}"
+            )
+            if rank.reserved_error_pct is not None:
+                reserved = size(rank.measured_peak_reserved_bytes)
+                measured_line += f"; reserved {reserved}, off by {signed_percent(rank.reserved_error_pct)}"
+            lines.append(measured_line)
+    if first.peak_reserved_bytes is not None:
+        pools = [[p.stream, size(p.reserved_bytes), size(p.unused_at_peak_bytes)] for p in first.pools]
+        total = [
+            size(sum(getattr(p, name) for p in first.pools)) for name in ("reserved_bytes", "unused_at_peak_bytes")
+        ]
+        lines += table(["allocator, by stream", "reserved", "unused at the peak"], [*pools, ["all", *total]])
     measured = next((rank for rank in ranks if rank.sums), first)
     if measured.sums:
         rows = [

@@ -146,7 +146,8 @@ def build(path: Path, read: Reader = read_captures, wanted: Wanted = ANY_UNIT) -
     if recording is not None and report.config is not None:
         target = compare.recorded_target(recording) or ("cpu" if recording.mode == "cpu" else "cuda")
         try:
-            report.prediction = predict(report.config, target)
+            settings = compare.recorded_settings(recording)
+            report.prediction = predict(report.config, target, settings=settings)
         except UsageError as error:  # a layout that the ledger does not cover
             report.not_predicted = str(error)
         else:

@@ -10,6 +10,7 @@ from typing import Any
 from harness.compare import METRICS
 from harness.compare.difference import devices
 from harness.compare.steps import PEAKS
+from harness.ledger.prediction import RankMemory
 from harness.report import figures
 from harness.report.build import Report
 from harness.report.drawing import BLUE
@@ -259,18 +260,22 @@ def predicted(report: Report) -> list[Html]:
     prediction = report.prediction
     if prediction is None:
         return []
+    reserves = any(rank.peak_reserved_bytes is not None for rank in prediction.ranks)
     rows: list[list[str]] = [
         [
             str(rank.rank),
             figure_cell("predicted_bytes", rank.peak_allocated_bytes),
             figure_cell("measured_bytes", rank.measured_peak_allocated_bytes),
             figure_cell("error_pct", rank.error_pct),
+            *(_reserved(rank) if reserves else []),
             rank.at,
         ]
         for rank in prediction.ranks[:RANKS_LISTED]
     ]
-    caption = f"Allocated peak from the second step on, target {prediction.target}"
-    body = [table(["rank", "predicted", "measured", "error", "predicted at"], rows, caption=caption)]
+    caption = f"Peaks from the second step on, target {prediction.target}"
+    also = ["reserved", "measured", "error"] if reserves else []
+    headers = ["rank", "allocated", "measured", "error", *also, "predicted at"]
+    body = [table(headers, rows, caption=caption)]
     for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
         alike = list(group)
         lines: list[list[str]] = [
@@ -286,6 +291,14 @@ def predicted(report: Report) -> list[Html]:
         said = f"What {who} should hold at the peak, and at most"
         body.append(table(["line", "at the peak", "at most", "formula of its most"], lines, caption=said))
     return body
+
+
+def _reserved(rank: RankMemory) -> list[Html]:
+    return [
+        figure_cell("predicted_reserved_bytes", rank.peak_reserved_bytes),
+        figure_cell("measured_reserved_bytes", rank.measured_peak_reserved_bytes),
+        figure_cell("reserved_error_pct", rank.reserved_error_pct),
+    ]
 
 
 def communication(report: Report) -> list[Html]:

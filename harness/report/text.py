@@ -10,6 +10,7 @@ from harness.compare.steps import PEAKS
 from harness.compare.text import collectives
 from harness.config import Trainer
 from harness.ledger import Prediction
+from harness.ledger.prediction import RankMemory
 from harness.report import lifetime, pipeline
 from harness.report.build import Report
 from harness.report.over_ranks import incomplete_steps, waited_for_all
@@ -237,19 +238,22 @@ def _ledger(report: Report) -> Iterator[str]:
         if report.not_predicted:
             yield f"No prediction: {report.not_predicted}"
         return
-    yield f"Ledger: allocated peak from the second step on, predicted for {prediction.target} and measured"
+    yield f"Ledger: peaks from the second step on, predicted for {prediction.target} and measured"
+    reserves = any(rank.peak_reserved_bytes is not None for rank in prediction.ranks)
     rows = [
         [
             str(rank.rank),
             size(rank.peak_allocated_bytes),
             size(rank.measured_peak_allocated_bytes),
             signed_percent(rank.error_pct),
+            *(_reserved(rank) if reserves else []),
             f" {rank.at}",
         ]
         for rank in prediction.ranks
         if report.mode != "rehearsal" or rank.measured_peak_allocated_bytes is not None
     ]
-    yield from table(["rank", "predicted", "measured", "error", " at"], rows, last_left=True)
+    also = ["reserved", "measured", "error"] if reserves else []
+    yield from table(["rank", "allocated", "measured", "error", *also, " at"], rows, last_left=True)
     if report.mode == "rehearsal":
         yield from _stood_for(prediction)
     for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
@@ -261,6 +265,11 @@ def _ledger(report: Report) -> Iterator[str]:
         if len(lines) > LINES_SHOWN:
             yield f"    and {len(lines) - LINES_SHOWN} smaller lines: meshscope ledger"
         break
+
+
+def _reserved(rank: RankMemory) -> list[str]:
+    predicted, measured = rank.peak_reserved_bytes, rank.measured_peak_reserved_bytes
+    return [size(predicted), size(measured), signed_percent(rank.reserved_error_pct)]
 
 
 def _stood_for(prediction: Prediction) -> Iterator[str]:

@@ -5,12 +5,9 @@ checkpointing (AC) and our own trainer's were predicted before they were looked 
 attention falls back to plain operators, which no snapshot showed, and two of their temporaries were settled by this row
 (see `Operators._attention_math`).
 Rows marked `held_out` are of HSDP, tied embeddings, accumulation and deterministic kernels; what was predicted for them
-was kept before the first was measured. One rule came after all of them and changed most by up to 0.6 %: what the
-allocator leaves unsplit of parameters' and gradients' segments (`Tape.unsplit`). The runs of real ranks showed it, and
-that gradients which W waits for are not summed in place (`Graph._sum`).
-
-What the ledger leaves out makes it predict too little, never too much: of other memory, too, the allocator hands out a
-large block whole if what would remain of it is at most 1 MiB.
+was kept before the first was measured. What came after all of them is where blocks are taken from (`harness.allocator`,
+driven by the tape), which changes by up to 0.6 % what of a segment is handed out unsplit, and the order of allocations
+within an operator.
 """
 
 from __future__ import annotations
@@ -32,27 +29,24 @@ PEAKS = json.loads((Path(__file__).parent / "h200_peaks.json").read_text())
 MEASURED, REAL = PEAKS["runs"], PEAKS["real"]["runs"]
 
 TOLERANCE_PCT = 0.12
-UNSPLIT_PCT = {"fsdp4tp2_4L": 0.4, "1b_tied_fsdp2tp4_short": 0.2, "1b_fsdp2tp4_short": 0.2}
-"""Up to 6 MiB of unsplit remainders, where few tokens make a small peak."""
+"""A few MiB that blocks have unsplit, which depends on what was freed before."""
 
 
 @pytest.mark.parametrize("run", MEASURED, ids=[run["name"] for run in MEASURED])
 def test_own_trainer(run: dict[str, Any]) -> None:
     config = from_dict(run["config"])
     memory = predict(config, "cuda").ranks[0]
-    tolerance = UNSPLIT_PCT.get(run["name"], TOLERANCE_PCT)
     for predicted, measured in (
         (memory.peak_allocated_bytes, run["steady_peak_allocated_bytes"]),
         (memory.first_step_peak_allocated_bytes, run["first_step_peak_allocated_bytes"]),
         (phase(memory.timeline, "forward"), run["steady_phase_peak_allocated_bytes"]["forward"]),
         (phase(memory.timeline, "backward"), run["steady_phase_peak_allocated_bytes"]["backward"]),
     ):
-        assert -tolerance <= 100 * (predicted - measured) / measured <= 0
+        assert abs(100 * (predicted - measured) / measured) < TOLERANCE_PCT
 
 
 @pytest.mark.parametrize("run", REAL, ids=[run["name"] for run in REAL])
 def test_real_ranks(run: dict[str, Any]) -> None:
-    """The rest of 0.1 %: optimizer states and logits in blocks that were not split."""
     ranks = predict(from_dict(run["config"]), "cuda").ranks
     assert sorted(rank for peaks in run["peaks"] for rank in peaks["ranks"]) == [memory.rank for memory in ranks]
     for peaks in run["peaks"]:
@@ -61,7 +55,7 @@ def test_real_ranks(run: dict[str, Any]) -> None:
                 (ranks[rank].peak_allocated_bytes, peaks["steady_peak_allocated_bytes"]),
                 (ranks[rank].first_step_peak_allocated_bytes, peaks["first_step_peak_allocated_bytes"]),
             ):
-                assert -0.1 < 100 * (predicted - measured) / measured <= 0
+                assert abs(100 * (predicted - measured) / measured) < TOLERANCE_PCT
 
 
 def phase(timeline: list[Instant], name: str) -> int:
@@ -122,9 +116,9 @@ RECORDED = [
 def test_other_trainer(row: Recorded) -> None:
     memory = predict(row.config(), "cuda", OTHER_TRAINER).ranks[0]
     assert memory.at == "backward: loss"
-    assert -row.tolerance_pct <= 100 * (memory.peak_allocated_bytes / GIB / row.peak_gib - 1) <= 0
+    assert abs(100 * (memory.peak_allocated_bytes / GIB / row.peak_gib - 1)) < row.tolerance_pct
     if row.first_step_gib:
-        assert -row.tolerance_pct <= 100 * (memory.first_step_peak_allocated_bytes / GIB / row.first_step_gib - 1) <= 0
+        assert abs(100 * (memory.first_step_peak_allocated_bytes / GIB / row.first_step_gib - 1)) < row.tolerance_pct
 
 
 def accuracy() -> list[tuple[str, float, float, str]]:
@@ -157,7 +151,7 @@ def test_table_of_signed_errors() -> None:
         print(line)
         assert line in documented
     mean = sum(map(abs, errors)) / len(errors)
-    summary = f"Mean of {len(errors)} absolute errors {mean:.3f} %, worst {min(errors):+.3f} %."
+    summary = f"Mean of {len(errors)} absolute errors {mean:.3f} %, worst {max(errors, key=abs):+.3f} %."
     print(summary)
     assert summary in documented
-    assert mean < 0.2
+    assert mean < 0.03

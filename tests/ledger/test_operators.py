@@ -57,7 +57,7 @@ def predicted(
     gradient: str,
     values: dict[str, int] = VALUES,
 ) -> Figures:
-    tape = Tape(granule=1)
+    tape = Tape()
     ops = Operators(tape, Quantities(values), target="cpu", element=element)
     collected: list[Gradient] = []
 

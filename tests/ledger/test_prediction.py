@@ -84,7 +84,7 @@ def test_resident_bytes_are_16_a_parameter() -> None:
     memory = predict(run_of(8, 1), "cuda").ranks[0]
     parameters = LLAMA_8B.params // 8
     extra = 4 * 2048 * 128 + 4 * memory.quantities["tensors"] + 2 * 32 * 2**20  # rotary table, counters, cuBLAS
-    assert memory.resident_bytes == pytest.approx(16 * parameters + extra, abs=512 * 300)
+    assert memory.resident_bytes == pytest.approx(16 * parameters + extra, abs=2 << 20)  # rounding, rests of segments
 
 
 def resident(config: Trainer.Config) -> int:
@@ -340,7 +340,8 @@ def test_json_contract() -> None:
     ranks = tree["ranks"]
     assert isinstance(ranks, list)
     assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
-    assert ranks[0]["peak_reserved_bytes"] is None
+    assert ranks[0]["peak_reserved_bytes"] == sum(pool["reserved_bytes"] for pool in ranks[0]["pools"])
+    assert ranks[0]["pools"][0].keys() == {"stream", "reserved_bytes", "unused_at_peak_bytes"}
     for entry in ranks[3]["entries"]:
         assert entry.keys() == {"category", "formula", "bytes", "at_peak_bytes", "measured_bytes", "error_pct"}
     assert {"at", "bytes"} <= ranks[0]["timeline"][0].keys()

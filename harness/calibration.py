@@ -201,7 +201,7 @@ def _assembled(
     choice: Choice,
     world_size: int,
     machine: Mapping[str, Any],
-    points: Mapping[str, list[Any]],
+    points: Mapping[str, Any],
     unmeasured: dict[str, str],
 ) -> Hardware:
     hardware = Hardware(

@@ -23,7 +23,7 @@ from harness.config_json import from_json
 from harness.record.nvml import DeviceMemory
 from harness.record.provenance import versions
 from harness.record.throughput import datasheet_peak
-from harness.trainer.trainer import local_device, process_group
+from harness.trainer.trainer import abandoned_collectives, local_device, process_group
 from harness.worker import prepare
 from harness.workloads.calibration import collectives, host, kernels, memory, operators
 from harness.workloads.calibration.clock import Clock
@@ -46,7 +46,11 @@ def main(directory: Path) -> None:
     context = memory.context_bytes(device) if "outside_memory" in plan.sections else 0
     steps = recording.steps_path(directory, rank)
     steps.parent.mkdir(parents=True, exist_ok=True)
-    with process_group(device, config.training.init_timeout_s), open(steps, "a", encoding="utf-8") as rows:
+    with (
+        process_group(device, config.training.init_timeout_s),
+        abandoned_collectives(device),
+        open(steps, "a", encoding="utf-8") as rows,
+    ):
         for number, section in enumerate(plan.sections):
             began = time.monotonic()
             points = measure(section, clock, chosen, context) if rank == 0 or section in ALL_RANKS else []

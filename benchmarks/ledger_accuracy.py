@@ -2,10 +2,11 @@
 
     python benchmarks/ledger_accuracy.py LAYOUTS.json [NAME …] [--out FILE]
 
-LAYOUTS.json holds `runs`, each a `name` and a `config` (tests/ledger/h200_peaks.json is one). Every run gets a
-process of its own and takes three steps; the line printed of it is predicted and measured GiB and
-100·(predicted − measured)/measured. `--out` keeps the measured bytes. A rank's allocations do not depend on whether
-its collectives reach anybody, so this is a cluster's rank on one GPU; times and NCCL's own memory are not.
+LAYOUTS.json holds `runs`, each a `name`, a `config` and, where it is not the environment's, the `alloc_conf` that
+PYTORCH_ALLOC_CONF is set to (tests/ledger/h200_peaks.json is one). Every run gets a process of its own and takes four
+steps; the lines printed of it are predicted and measured GiB and 100·(predicted − measured)/measured, allocated and
+reserved. `--out` keeps the measured bytes. A rank's allocations do not depend on whether its collectives reach anybody,
+so this is a cluster's rank on one GPU; times and NCCL's own memory are not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Self
 
 import torch
 
+from harness.allocator.conf import parse_conf
 from harness.config import Recorder
 from harness.config_json import from_dict
 from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_UNAVAILABLE, EXIT_USAGE
@@ -30,11 +32,12 @@ from harness.ledger import predict
 from harness.recording import MODE_VARIABLE
 
 GIB = 2**30
-STEPS = 3
+STEPS = 4
 
 
 class AllocatorPeaks:
-    """A recorder of allocated bytes: the most in each phase of every step and in the step, and those left after it."""
+    """A recorder of allocated bytes: the most in each phase of every step and in the step, and those left after it; and
+    of what is reserved by then, which nothing gives back."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -57,6 +60,7 @@ class AllocatorPeaks:
         self._take()
         torch.cuda.synchronize()
         self.steps[-1]["resident"] = torch.cuda.memory_allocated()
+        self.steps[-1]["reserved"] = torch.cuda.memory_reserved()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -79,7 +83,7 @@ class AllocatorPeaks:
 
 
 def measure(tree: dict[str, Any]) -> dict[str, Any]:
-    """Allocated bytes of rank 0 of the configuration `tree`: of the first step and of those after it."""
+    """Bytes of rank 0 of the configuration `tree`: of the first step and of those after it."""
     config = from_dict(tree)
     recorder = AllocatorPeaks()
 
@@ -96,6 +100,8 @@ def measure(tree: dict[str, Any]) -> dict[str, Any]:
         "steady_peak_allocated_bytes": last["peak"],
         "steady_phase_peak_allocated_bytes": last["phases"],
         "resident_bytes": last["resident"],
+        "first_step_reserved_bytes": first["reserved"],
+        "reserved_bytes": last["reserved"],
     }
 
 
@@ -118,21 +124,30 @@ def main() -> int:
         print(f"ledger_accuracy: error: {args.layouts} has no run named {', '.join(sorted(unknown))}", file=sys.stderr)
         return EXIT_USAGE
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; steady peak of rank 0, GiB")
-    print(f"{'layout':36} {'predicted':>9} {'measured':>9} {'error':>10}  at")
+    print(f"{'layout':36} {'':9} {'predicted':>9} {'measured':>9} {'error':>10}")
     kept = []
     for run in runs:
+        conf = run.get("alloc_conf")
         command = [sys.executable, __file__, str(args.layouts), run["name"], "--here"]
-        child = subprocess.run(command, capture_output=True, text=True)
+        environment = os.environ | ({} if conf is None else {"PYTORCH_ALLOC_CONF": conf})
+        child = subprocess.run(command, capture_output=True, text=True, env=environment)
         if child.returncode:
             print(f"{run['name']:36} failed: {child.stderr.strip().splitlines()[-1]}")
             continue
         measured = json.loads(child.stdout.splitlines()[-1])
-        memory = predict(from_dict(run["config"]), "cuda").ranks[0]
-        peak = measured["steady_peak_allocated_bytes"]
-        error = 100 * (memory.peak_allocated_bytes - peak) / peak
-        print(
-            f"{run['name']:36} {memory.peak_allocated_bytes / GIB:9.4f} {peak / GIB:9.4f} {error:+8.3f} %  {memory.at}"
-        )
+        settings = parse_conf(os.environ.get("PYTORCH_ALLOC_CONF", "") if conf is None else conf)
+        memory = predict(from_dict(run["config"]), "cuda", settings=settings).ranks[0]
+        for name, of, predicted in (
+            ("steady_peak_allocated_bytes", "allocated", memory.peak_allocated_bytes),
+            ("reserved_bytes", "reserved", memory.peak_reserved_bytes),
+        ):
+            found = measured[name]
+            line = f"{run['name']:36} {of:9}"
+            if predicted is None:
+                print(f"{line} {'n/a':>9} {found / GIB:9.4f}")
+            else:
+                error = 100 * (predicted - found) / found
+                print(f"{line} {predicted / GIB:9.4f} {found / GIB:9.4f} {error:+8.3f} %")
         kept.append({**run, **measured})
     if args.out:
         args.out.write_text(json.dumps({"runs": kept}, indent=1) + "\n")

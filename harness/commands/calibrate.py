@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 def _finish(measured: Measured, args: argparse.Namespace) -> int:
     hardware = measured.hardware
     if hardware.peaks is None and not hardware.collectives:
-        _say("meshscope calibrate: error: nothing could be measured")
+        why = one_line(next(iter(measured.missing.values()), "no section has points"))
+        _say(f"meshscope calibrate: error: nothing could be measured: {why}")
         return EXIT_FAILED
     path = args.out or _default_path(hardware.provenance.device)
     write_json(path, hardware.to_json())

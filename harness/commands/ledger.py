@@ -1,4 +1,4 @@
-"""`meshscope ledger`: predicted memory and communication of a run, next to what a recording of it measured."""
+"""`meshscope ledger`: predicted memory, communication and time of a run, next to what a recording of it measured."""
 
 from __future__ import annotations
 
@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECORDING",
         help="compare with what this recording, or folder of traces and snapshots, measured",
     )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="calibration that times are predicted with: a shipped one, a file of meshscope calibrate, or none "
+        "(default: the shipped one of the recording's device, else of GPUs; none for CPUs)",
+    )
     add_json_argument(parser)
 
 
@@ -62,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.alloc_conf is None and recording is not None:
         settings = compare.recorded_settings(recording)
     prediction = predict(config, target, settings=settings)
+    prediction.time = compare.time_of(config, target, measured, args.hardware)
     errors = _put_beside(prediction, config, measured) if measured else []
     rows = compare.communication(prediction, measured.captures) if measured else []
     pipeline = pipeline_of(config, measured.captures if measured else [])

@@ -1,7 +1,7 @@
 """Joins: a recording with the ledger's prediction for its configuration, and one run with another.
 
-`against_ledger` puts measured peaks and collectives beside predicted ones. `measured` reads a path, `metrics` reduces
-it to one number each, `runs` compares two of them, `gate` decides `--fail-on`.
+`against_ledger` puts measured peaks and collectives beside predicted ones, `time` measured times. `measured` reads a
+path, `metrics` reduces it to one number each, `runs` compares two of them, `gate` decides `--fail-on`.
 """
 
 from harness.compare.against_ledger import (
@@ -24,6 +24,7 @@ from harness.compare.measured import Measured, measure
 from harness.compare.metrics import METRICS, Value, run_metrics
 from harness.compare.runs import Comparison, compare_runs
 from harness.compare.standing import Standing, standing
+from harness.compare.time import time_of
 
 __all__ = [
     "METRICS",
@@ -54,4 +55,5 @@ __all__ = [
     "run_metrics",
     "standing",
     "steady_peaks",
+    "time_of",
 ]

@@ -21,6 +21,7 @@ from harness.ledger.layout import Parameter
 from harness.ledger.simulate import ALL_GATHER, ALL_REDUCE, COMPUTE, COPY_IN, EXCHANGE, REDUCE_SCATTER
 
 if TYPE_CHECKING:
+    from harness.ledger.hardware import CollectiveKind, KernelKind
     from harness.ledger.program import Program
 
 FORWARD_PARTS = 4
@@ -40,10 +41,11 @@ class ShardingWork:
 
 
 class UnitWork:
-    """`name` as people know the unit; `elements` are those of its padded parameters, gathered."""
+    """One unit; its lines are those of all layers where it is one."""
 
     def __init__(self, shared: ShardingWork, name: str, parameters: Sequence[Parameter]) -> None:
-        self._shared, self._name, self._parameters = shared, name, parameters
+        self._shared, self._parameters = shared, parameters
+        self._part = "layers" if name.startswith("layers.") else name
         self._elements = sum(parameter.padded(shared.shards) for parameter in parameters)
         self._gathered: int | None = None
         self._done: int | None = None
@@ -52,97 +54,83 @@ class UnitWork:
         shared, program = self._shared, self._shared.program
         host_ns = self._host_ns()
         copies, gathers = (COMPUTE, EXCHANGE) if shared.asynchronous else (COPY_IN, ALL_GATHER)
-        local = self._elements // shared.shards
         if shared.element != 4:
-            size = (4 + 3 * shared.element) * local
-            program.moves("all_gather_copy_in", "copies of FSDP2", size, stream=copies, host_ns=host_ns)
+            local = self._elements // shared.shards
+            self._copies("all_gather_copy_in", (4 + 3 * shared.element) * local, host_ns, stream=copies)
         program.wait_stream(gathers, copies)
-        program.collective(
-            "all_gather",
-            program.fsdp_axis,
-            f"parameters of {self._name}",
-            shared.element * self._elements,
-            stream=gathers,
-            host_ns=host_ns,
-        )
+        size = shared.element * self._elements
+        self._sends("all_gather", program.fsdp_axis, "parameters", size, gathers, host_ns)
         self._gathered = program.record(gathers)
 
     def copy_out(self) -> None:
-        shared, program = self._shared, self._shared.program
         host_ns = self._host_ns()
-        program.wait(self._gathered)
-        size = 2 * shared.element * self._elements
-        program.moves("all_gather_copy_out", "copies of FSDP2", size, host_ns=host_ns)
-        program.busy(host_ns)
+        self._shared.program.wait(self._gathered)
+        self._copies("all_gather_copy_out", 2 * self._shared.element * self._elements, host_ns)
+        self._shared.program.busy(host_ns)
 
     def copy_one_by_one(self) -> None:
         """Without an all-gather: each parameter cast, then copied."""
-        shared, program = self._shared, self._shared.program
-        host_ns = self._host_ns()
+        element, program, host_ns = self._shared.element, self._shared.program, self._host_ns()
         program.busy(2 * host_ns)
         each = host_ns // (2 * len(self._parameters))
         for parameter in self._parameters:
             elements = parameter.rows * parameter.columns
-            if shared.element != 4:
-                program.moves("narrow", "copies of FSDP2", (4 + shared.element) * elements, host_ns=each)
-            program.moves("elementwise", "copies of FSDP2", 2 * shared.element * elements, host_ns=each)
+            if element != 4:
+                self._copies("narrow", (4 + element) * elements, each)
+            self._copies("elementwise", 2 * element * elements, each)
         program.busy(host_ns)
 
     def keep_gradient(self, parameter: Parameter, *, adds: bool) -> None:
         """In the dtype of the reduction: made of the one that came, or that added to it."""
-        shared, program = self._shared, self._shared.program
+        element, wide = self._shared.element, self._shared.reduce_element
         elements = parameter.rows * parameter.columns
         if adds:
-            size = (2 * shared.reduce_element + shared.element) * elements
-            program.moves("elementwise", "sums of gradients", size)
-        elif shared.element != shared.reduce_element:
-            program.moves("widen", "sums of gradients", (shared.element + shared.reduce_element) * elements)
+            self._sums("elementwise", (2 * wide + element) * elements)
+        elif element != wide:
+            self._sums("widen", (element + wide) * elements)
 
     def reduce(self, present: Sequence[Parameter], *, adds: bool) -> None:
         """`adds`: to what an earlier micro-batch left."""
-        shared, program = self._shared, self._shared.program
-        if program.sequence_parallel:
-            for parameter in present:
-                if parameter.monomial == "d":
-                    size = shared.element * parameter.rows
-                    program.collective("all_reduce", "tp", "gradients of norms", size)
+        shared, program, wide = self._shared, self._shared.program, self._shared.reduce_element
         host_ns = self._host_ns(backward=True)
+        if program.sequence_parallel:
+            for norm in (parameter for parameter in present if parameter.monomial == "d"):
+                self._sends("all_reduce", "tp", "gradients of norms", shared.element * norm.rows)
         program.wait(shared.reduced)
         program.wait(self._done)
         elements = sum(parameter.padded(shared.shards) for parameter in present)
-        size = (shared.element + shared.reduce_element) * elements
-        program.moves("reduce_scatter_copy_in", "copies of FSDP2", size, host_ns=host_ns)
+        local = elements // shared.shards
+        self._copies("reduce_scatter_copy_in", (shared.element + wide) * elements, host_ns)
         program.wait_stream(REDUCE_SCATTER, COMPUTE)
-        what = f"gradients of {self._name}"
         last = REDUCE_SCATTER
         if shared.shards == 1:
             for _ in range(2):  # divided, then copied
-                program.moves(
-                    "elementwise", "copies of FSDP2", 2 * shared.reduce_element * elements, stream=last, host_ns=host_ns
-                )
-        else:
-            program.collective(
-                "reduce_scatter",
-                program.fsdp_axis,
-                what,
-                shared.reduce_element * elements,
-                stream=last,
-                host_ns=host_ns,
-            )
+                self._copies("elementwise", 2 * wide * elements, host_ns, stream=last)
+        self._sends("reduce_scatter", program.fsdp_axis, "gradients", wide * elements, last, host_ns)
         shared.reduced = program.record(last)
-        local = elements // shared.shards
         if program.sizes["dp_replicate"] > 1:
             program.wait_stream(ALL_REDUCE, last)
             last = ALL_REDUCE
-            program.collective("all_reduce", "dp_replicate", what, shared.reduce_element * local, stream=last)
-        if shared.reduce_element != 4:
-            program.moves("widen", "sums of gradients", (4 + shared.reduce_element) * local, stream=last)
+            self._sends("all_reduce", "dp_replicate", "gradients", wide * local, last)
+        if wide != 4:
+            self._sums("widen", (4 + wide) * local, last)
         if adds:
-            program.moves("elementwise", "sums of gradients", 12 * local, stream=last)
+            self._sums("elementwise", 12 * local, last)
         self._done = program.record(last)
 
     def finalize(self) -> None:
         self._shared.program.wait(self._done)
+
+    def _copies(self, kind: KernelKind, size: int, host_ns: int, *, stream: str = COMPUTE) -> None:
+        self._shared.program.moves(kind, "copies of FSDP2", size, stream=stream, host_ns=host_ns, part=self._part)
+
+    def _sums(self, kind: KernelKind, size: int, stream: str = COMPUTE) -> None:
+        self._shared.program.moves(kind, "sums of gradients", size, stream=stream, part=self._part)
+
+    def _sends(
+        self, kind: CollectiveKind, axis: str, what: str, size: int, stream: str = COMPUTE, host_ns: int | None = None
+    ) -> None:
+        self._shared.program.collective(kind, axis, what, size, stream=stream, host_ns=host_ns, part=self._part)
 
     def _host_ns(self, *, backward: bool = False) -> int:
         """What the host needs before each thing that it issues for a unit."""

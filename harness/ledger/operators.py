@@ -386,6 +386,7 @@ class Operators:
         out = Tensor(self.new(category, self.e, "T·d"))
 
         def backward(gradient: Gradient) -> list[Gradient]:
+            self.runs("fill", "look-up", (self.e, "V·d"))
             self.runs("embedding_backward", "look-up", (2 * self.e, "T·d"))
             whole = self.new("unsharded gradients", self.e, "V·d")
             tokens, rows = self.quantities.values["T"], self.quantities.values["V"]

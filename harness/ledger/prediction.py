@@ -23,6 +23,7 @@ from harness.ledger.pipeline import PipelineStep
 from harness.ledger.reserved import STEPS, StreamPool, not_predicted, pools
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Instant, Line
+from harness.ledger.time import Time
 from harness.pipeline.plan import plan
 from harness.validation import require_offload_on
 
@@ -103,6 +104,7 @@ class Prediction:
     """With CPU offload; of a pipeline for each of its ranks."""
     notes: list[str] = field(default_factory=list)
     """What of it is approximate, a line each."""
+    time: Time = field(default_factory=Time)
 
     def to_json(self) -> dict[str, Any]:
         """The object of `meshscope ledger --json` without `--against`."""
@@ -117,7 +119,7 @@ class Prediction:
                 _collective_json(c, ("dimension", "kind", "purpose", "count", "bytes")) for c in self.collectives
             ],
             "host_copies": [_without_none(asdict(copies)) for copies in self.host_copies],
-            "time": {"step_ns": None, "compute_ns": None, "comm_ns": None, "exposed_ns": None},
+            "time": self.time.to_json(),
             "quantities": MEANINGS,
             "notes": self.notes,
             "errors": [],

@@ -23,7 +23,9 @@ from harness.ledger.tape import Tape
 
 PRODUCTS = "matrix products"
 
-_PLACE = re.compile(r"^(?P<phase>forward|backward|optimizer)?(?:: )?(?:layers\.\d+ )?(?P<part>[^,(]*)")
+_PLACE = re.compile(r"^(?P<phase>forward|backward|optimizer)?(?:: )?(?P<layer>layers\.\d+ )?(?P<part>[^,(]*)")
+REST = "rest"
+"""The phase of what is in none: the batch, and a pipeline's gathering and waiting."""
 
 
 _OPERATORS: dict[bool, tuple[HostKind, HostKind, HostKind, HostKind]] = {
@@ -45,7 +47,8 @@ _OPERATORS: dict[bool, tuple[HostKind, HostKind, HostKind, HostKind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Work of one kind in one part of the model: `attention`, `matrix products`, in `backward`."""
+    """Work of one kind in one part of the model: `matrix products` of `layers, attention` in `backward`; the part is
+    empty where it is none of the model's."""
 
     phase: str
     part: str
@@ -109,14 +112,21 @@ class Program:
         self.moves(kind, what, sum(self.quantities.size(*term).bytes for term in terms))
 
     def moves(
-        self, kind: KernelKind, what: str, size: int, *, stream: str = COMPUTE, host_ns: int | None = None
+        self,
+        kind: KernelKind,
+        what: str,
+        size: int,
+        *,
+        stream: str = COMPUTE,
+        host_ns: int | None = None,
+        part: str | None = None,
     ) -> None:
-        """A kernel that moves `size` bytes."""
+        """A kernel that moves `size` bytes; `part` of the model, if not that which the replay is at."""
         key = kind, size
         if key not in self._costs:
             self._costs[key] = self.hardware.kernel_ns(kind, size)
         if size:
-            self._issue(what, self._costs[key], stream=stream, host_ns=host_ns)
+            self._issue(what, self._costs[key], stream=stream, host_ns=host_ns, part=part)
 
     def product(self, shape: tuple[str, str, str], layout: Layout) -> None:
         """Of a linear layer whose input, matrix and output have these elements."""
@@ -131,7 +141,7 @@ class Program:
                 "input_gradient": (tokens, i, o),
                 "weight_gradient": (o, i, tokens),
             }[layout]
-            self._costs[key] = self.hardware.matmul_ns(self.dtype, m, n, k, layout)
+            self._costs[key] = self._sustained(self.hardware.matmul_ns(self.dtype, m, n, k, layout))
         self._issue(PRODUCTS, self._costs[key], fills=True)
 
     def attention(self, *, backward: bool, queries: float = 1.0, keys: float = 1.0, causal: bool = True) -> None:
@@ -139,7 +149,7 @@ class Program:
         key = "attention", backward, queries, keys, causal
         if key not in self._costs:
             value = self.quantities.values
-            self._costs[key] = self.hardware.attention_ns(
+            ns = self.hardware.attention_ns(
                 "backward" if backward else "forward",
                 self.dtype,
                 batch=value["B"],
@@ -150,13 +160,25 @@ class Program:
                 head_dim=value["hd"],
                 causal=causal,
             )
+            self._costs[key] = self._sustained(ns)
         self._issue("attention kernels", self._costs[key])
 
+    def _sustained(self, ns: int) -> int:
+        """Of what the tensor cores do: a step keeps them busy, and they slow down."""
+        return round(ns * self.hardware.sustained_factor)
+
     def _issue(
-        self, what: str, ns: int, *, stream: str = COMPUTE, host_ns: int | None = None, fills: bool = False
+        self,
+        what: str,
+        ns: int,
+        *,
+        stream: str = COMPUTE,
+        host_ns: int | None = None,
+        part: str | None = None,
+        fills: bool = False,
     ) -> None:
         host_ns = self._operator_ns() if host_ns is None else host_ns
-        self.items.append(Kernel(stream, ns, host_ns, self._line(what), fills))
+        self.items.append(Kernel(stream, ns, host_ns, self._line(what, part), fills))
 
     # ------------------------------------------------------------------------------------------------- collectives
 
@@ -169,8 +191,9 @@ class Program:
         *,
         stream: str = COMPUTE,
         host_ns: int | None = None,
+        part: str | None = None,
     ) -> None:
-        """`size`: bytes of the whole buffer; nothing where the axis has one rank."""
+        """`size`: bytes of the whole buffer; nothing where the axis has one rank. The rest as of `moves`."""
         ranks = self.sizes[axis]
         if ranks == 1 or not size:
             return
@@ -181,14 +204,17 @@ class Program:
         if self.separate_reductions and kind == "reduce_scatter" and axis == self.fsdp_axis:
             group = "fsdp_reduce_scatter"
         peers = self._peers.get(axis, (self.rank,))
-        self._meet(kind, axis, what, ns, stream, host_ns, group, peers, ("collective", group, axis, peers))
+        line = self._line(f"{kind.replace('_', '-')} of {what}", part)
+        host_ns = self.hardware.host_ns("collective") if host_ns is None else host_ns
+        self._meet(kind, axis, ns, line, stream, host_ns, group, peers, ("collective", group, axis, peers))
 
     def transfer(self, what: str, size: int, *, source: int, to: int) -> None:
         """A send or receive between pipeline ranks, of `size` bytes; both at once where ranks exchange what they have,
         `source` then the lower one on both."""
         ns = self.hardware.collective_ns("send", 2, size)
         source, to = self._number(source), self._number(to)
-        self._meet("send", "pp", what, ns, TRANSFER, None, "pp", (source, to), ("transfer", source, to))
+        line, host_ns = self._line(f"transfer of {what}", ""), self.hardware.host_ns("collective")
+        self._meet("send", "pp", ns, line, TRANSFER, host_ns, "pp", (source, to), ("transfer", source, to))
 
     def _number(self, pipeline_rank: int) -> int:
         return pipeline_rank * self.contexts + self.context_rank
@@ -197,30 +223,17 @@ class Program:
         self,
         kind: CollectiveKind,
         axis: str,
-        what: str,
         ns: int,
+        line: int,
         stream: str,
-        host_ns: int | None,
+        host_ns: int,
         communicator: str,
         peers: tuple[int, ...],
         meeting: tuple[object, ...],
     ) -> None:
-        beside = self.hardware.overlap(kind, self.sizes[axis])
-        host_ns = self.hardware.host_ns("collective") if host_ns is None else host_ns
         self._met[meeting] += 1
-        self.items.append(
-            Collective(
-                stream,
-                ns,
-                host_ns,
-                self._line(f"{kind.replace('_', '-')} of {what}"),
-                axis,
-                communicator,
-                (*meeting, self._met[meeting]),
-                peers,
-                *beside,
-            )
-        )
+        number, beside = self._met[meeting], self.hardware.overlap(kind, self.sizes[axis])
+        self.items.append(Collective(stream, ns, host_ns, line, axis, communicator, (*meeting, number), peers, *beside))
 
     # ------------------------------------------------------------------------------------------------- step
 
@@ -289,11 +302,13 @@ class Program:
             return self.hardware.host_ns(kinds[3 if graph.unpacks else 2])
         return self.hardware.host_ns(kinds[1 if graph.frame is not None and self.selective else 0])
 
-    def _line(self, what: str) -> int:
+    def _line(self, what: str, part: str | None = None) -> int:
         name = self.tape.now.name if self.tape.now is not None else ""
         if name not in self._places:
             match = _PLACE.match(name)
             assert match is not None, "every name matches"
-            self._places[name] = match["phase"] or "rest", match["part"].strip()
-        line = Line(*self._places[name], what)
+            part = ("layers, " if match["layer"] else "") + match["part"].strip()
+            self._places[name] = match["phase"] or REST, part if match["phase"] in ("forward", "backward") else ""
+        phase, place = self._places[name]
+        line = Line(phase, place if part is None else part, what)
         return self.lines.setdefault(line, len(self.lines))

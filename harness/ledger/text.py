@@ -6,6 +6,7 @@ from itertools import groupby
 
 from harness.ledger.layout import MEANINGS
 from harness.ledger.prediction import Prediction, RankMemory
+from harness.ledger.time_text import time_lines
 from harness.text import signed_percent, size, table
 
 
@@ -18,6 +19,8 @@ def report(prediction: Prediction) -> str:
     for ranks in alike.values():
         lines += ["", *_memory(ranks)]
     lines += ["", *_communication(prediction), *_host_copies(prediction)]
+    time = list(time_lines(prediction.time))
+    lines += ["", *time] if time else []
     lines += [f"note: {note}" for note in prediction.notes]
     return "\n".join(lines)
 

@@ -75,6 +75,18 @@ class RankTime:
 
 
 @dataclass(kw_only=True, slots=True)
+class ComparedTime:
+    """A figure of `Time` and what was measured of it: of `step_ns` the median of undisturbed steps, of the others the
+    mean over ranks and traced steps. `error_pct` = 100·(predicted − measured)/measured, of `overlap_pct` the
+    difference in points."""
+
+    figure: str
+    predicted: float | None
+    measured: float
+    error_pct: float | None
+
+
+@dataclass(kw_only=True, slots=True)
 class Time:
     """`compute_ns` and the like: means over the ranks, whose own are in `ranks`; None where nothing is predicted.
     `overlap_pct`: the mean of theirs that communicate."""
@@ -88,6 +100,8 @@ class Time:
     tokens_per_s: float | None = None
     mfu_pct: float | None = None
     ranks: list[RankTime] = field(default_factory=list)
+    compared: list[ComparedTime] = field(default_factory=list)
+    """With what a recording measured."""
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,14 +111,12 @@ class Time:
 def predict_time(
     config: Trainer.Config,
     target: Target,
-    hardware: Hardware | None,
+    hardware: Hardware,
     *,
     name: str | None = None,
     implementation: Implementation | None = None,
 ) -> Time:
-    """`config` is valid; `name`: how to call the hardware."""
-    if hardware is None:
-        return Time(notes=["no time: no hardware file was given (--hardware)"])
+    """`config` is valid; `name`: what the hardware is called by."""
     if reasons := _out_of_reach(config):
         return Time(hardware=name, notes=[f"no time: {reason}" for reason in reasons])
     try:
@@ -147,12 +159,20 @@ def _out_of_reach(config: Trainer.Config) -> list[str]:
 
 
 def _notes(programs: Sequence[Program], hardware: Hardware) -> list[str]:
-    notes = []
-    extrapolated = sorted({item for program in programs for item in program.extrapolated})
-    for kind, ranks in extrapolated:
-        measured = ", ".join(map(str, hardware.measured_ranks(kind)))
-        notes.append(f"time: {kind} over {ranks} ranks is extrapolated from {measured} within one host")
-    return notes
+    extrapolated = {item for program in programs for item in program.extrapolated}
+    if not extrapolated:
+        return []
+    kinds = sorted({kind for kind, _ in extrapolated})
+    counts = sorted({ranks for _, ranks in extrapolated})
+    measured = sorted({count for kind in kinds for count in hardware.measured_ranks(kind)})
+    return [
+        f"time: collectives over {_listed(counts)} ranks ({', '.join(kinds)}) are extrapolated from "
+        f"{_listed(measured)} within one host; links between hosts are slower"
+    ]
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return " and ".join(map(str, counts))
 
 
 def _programs(

@@ -153,6 +153,7 @@ def build(path: Path, read: Reader = read_captures, wanted: Wanted = ANY_UNIT) -
         else:
             compare.put_beside(report.prediction, recording)
             compare.put_lines_beside(report.prediction, report.measured)
+            report.prediction.time = compare.time_of(report.config, target, report.measured)
     if report.mode != "rehearsal":  # in which nothing was sent
         report.communication = compare.communication(report.prediction, report.captures)
     report.pipeline = pipeline_of(report.config, report.captures)

@@ -1,0 +1,93 @@
+"""Measured times of a step beside predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from statistics import mean, median
+from typing import Any
+
+from harness.compare.measured import Measured
+from harness.config import Trainer
+from harness.ledger.hardware import fitting, load, shipped
+from harness.ledger.operators import Target
+from harness.ledger.time import ComparedTime, Time, predict_time
+from harness.recording import Recording
+from harness.text import printable
+
+COMPARABLE = ("real", "cpu")
+"""Modes whose times are those of ranks that have what they run on for themselves."""
+FROM_TRACES = ("compute_ns", "comm_ns", "exposed_ns", "overlap_pct")
+
+
+def time_of(
+    config: Trainer.Config, target: Target, measured: Measured | None = None, hardware: str | None = None
+) -> Time:
+    """The predicted time of a step of `config`, beside the measured one; `hardware`: a shipped calibration, a file, or
+    `none`; by default the shipped one of the recording's device, else of GPUs where those are the `target`.
+
+    Raises `UsageError` and `InputError` as `hardware.load` does.
+    """
+    if hardware == "none":
+        return Time()
+    if hardware is None:
+        recording = measured.recording if measured is not None else None
+        hardware, lacks = _shipped_for(target, _devices(recording) if recording is not None else set())
+        if hardware is None:
+            return Time(notes=[f"no time: {lacks}; meshscope calibrate makes one for --hardware"])
+    time = predict_time(config, target, load(hardware), name=hardware)
+    if measured is not None:
+        put_time_beside(time, measured)
+    return time
+
+
+def _shipped_for(target: Target, devices: Collection[str]) -> tuple[str | None, str]:
+    """The name of a shipped calibration; without one, why there is none."""
+    if target != "cuda":
+        return None, "no calibration of CPUs is shipped"
+    for device in sorted(devices):
+        name = fitting(device)
+        return name, f"no calibration of {printable(device)} is shipped"
+    return shipped()[0], ""
+
+
+def _devices(recording: Recording) -> set[str]:
+    """Names of GPUs, as far as ranks state them."""
+    found = (device.get("name") for rank in recording.ranks.values() if isinstance(device := rank.get("device"), dict))
+    return {name for name in found if isinstance(name, str)}
+
+
+def put_time_beside(time: Time, measured: Measured) -> None:
+    """Fills `time.compared`, or says in its notes why nothing is compared."""
+    if time.step_ns is None:
+        return
+    if measured.mode not in COMPARABLE:
+        time.notes.append(f"time: not compared, mode {measured.mode}: its times are not those of a cluster")
+        return
+    found: dict[str, float] = {}
+    walls = [step["wall_ns"] for step in measured.steps if step["plain"] and step["wall_ns"] is not None]
+    if walls:
+        found["step_ns"] = median(walls)
+    windows = _windows(measured)
+    for figure in FROM_TRACES if windows else ():
+        values = [window[figure] for window in windows if window[figure] is not None]
+        if values:
+            found[figure] = mean(values)
+    time.compared = [_compared(figure, getattr(time, figure), value) for figure, value in found.items()]
+    if not found:
+        time.notes.append("time: nothing to compare with, no undisturbed step and no trace of a device")
+
+
+def _windows(measured: Measured) -> list[dict[str, Any]]:
+    """Of each rank and traced step that a file holds wholly, events by the step that launched them."""
+    if measured.complete_overlap is None:
+        return []
+    ranks = [rank for rank in measured.complete_overlap["ranks"] if rank["source"] == "device"]
+    return [step for rank in ranks for step in rank["steps"] if step["rule"] == "launch"]
+
+
+def _compared(figure: str, predicted: float | None, measured: float) -> ComparedTime:
+    is_share = figure.endswith("_pct")
+    error = None
+    if predicted is not None and (is_share or measured):
+        error = predicted - measured if is_share else 100 * (predicted - measured) / measured
+    return ComparedTime(figure=figure, predicted=predicted, measured=measured, error_pct=error)

@@ -149,6 +149,7 @@ def test_trimming_again_changes_no_figure(tmp_path):
         ("*_trace.json.gz", gzip.compress(b"{}")[:10] + b"\xff" * 9),
         ("manifest.json", b"{"),
     ],
+    ids=["no gzip", "no object", "no events", "torn", "manifest"],
 )
 def test_what_cannot_be_trimmed_is_said(tmp_path, pattern, content):
     shutil.copytree(RECORDED / "h200x2_fsdp2", tmp_path / "broken")

@@ -23,14 +23,19 @@ PATIENCE_S = 60
 
 
 @pytest.fixture
-def environment(tmp_path) -> dict[str, str]:
+def temporary(tmp_path_factory) -> Path:
+    """Short, since the path of a socket in it has 107 characters at most, in a process of pytest-xdist, too."""
+    return tmp_path_factory.mktemp("mps")
+
+
+@pytest.fixture
+def environment(tmp_path, temporary) -> dict[str, str]:
     """With the stand-in on PATH, and a temporary folder of the test's own."""
     program = tmp_path / "bin" / CONTROL
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STAND_IN}" "$@"\n')
     program.chmod(0o755)
-    (tmp_path / "tmp").mkdir()
-    return {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "TMPDIR": str(tmp_path / "tmp")}
+    return {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "TMPDIR": str(temporary)}
 
 
 def users_of(pipe: str) -> list[int]:
@@ -88,11 +93,11 @@ def test_daemon_that_heeds_nothing_is_killed_and_another_ones_is_not(environment
     ("how", "reason"),
     [("fails", "-d exited with 1: Cannot find MPS control daemon process"), ("dies", "Failed to start: no permission")],
 )
-def test_daemon_that_does_not_start_is_one_line_with_its_own_words(environment, tmp_path, how, reason):
+def test_daemon_that_does_not_start_is_one_line_with_its_own_words(environment, temporary, how, reason):
     with pytest.raises(UnavailableError, match=reason), mps({**environment, "MPS_STAND_IN": how}):
         pass
 
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_no_control_program_is_one_line(tmp_path):
@@ -104,7 +109,7 @@ def test_no_control_program_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_daemon_ends_however_its_user_does(environment, tmp_path, number):
+def test_daemon_ends_however_its_user_does(environment, temporary, tmp_path, number):
     program = textwrap.dedent(
         """
         import signal, time
@@ -130,11 +135,11 @@ def test_daemon_ends_however_its_user_does(environment, tmp_path, number):
         user.wait(timeout=PATIENCE_S)
 
     wait_until(lambda: users_of(pipe) == [])
-    wait_until(lambda: list((tmp_path / "tmp").iterdir()) == [])
+    wait_until(lambda: list(temporary.iterdir()) == [])
 
 
 @pytest.mark.parametrize("scenario", ["completes", "rank 1 is killed"])
-def test_run_that_shares_a_gpu_gets_the_daemon_and_ends_it(environment, tmp_path, monkeypatch, scenario):
+def test_run_that_shares_a_gpu_gets_the_daemon_and_ends_it(environment, temporary, tmp_path, monkeypatch, scenario):
     monkeypatch.setenv("PATH", environment["PATH"])
     monkeypatch.setenv("TMPDIR", environment["TMPDIR"])
     start = Start(mode="shared-gpu", why="", environment={"SCENARIO": scenario}, about={"shared_gpu": {"gpus": 1}})
@@ -147,6 +152,6 @@ def test_run_that_shares_a_gpu_gets_the_daemon_and_ends_it(environment, tmp_path
     assert (manifest["mode"], manifest["shared_gpu"]) == ("shared-gpu", {"gpus": 1})
     said = (tmp_path / "run" / "logs" / "rank0.log").read_text()
     pipe = next(line.removeprefix("MPS at ") for line in said.splitlines() if line.startswith("MPS at "))
-    assert Path(pipe).parent.parent == tmp_path / "tmp"
+    assert Path(pipe).parent.parent == temporary
     assert users_of(pipe) == []
-    assert list((tmp_path / "tmp").glob("meshscope-mps-*")) == []
+    assert list(temporary.glob("meshscope-mps-*")) == []

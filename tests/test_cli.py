@@ -329,7 +329,7 @@ def test_help_and_reading_need_no_torch(meshscope, command):
     assert f"usage: meshscope {command}" in done.stdout
 
 
-@pytest.mark.parametrize("command", sorted({"overlap", "memory", "report", "compare"} & set(cli.COMMANDS)))
+@pytest.mark.parametrize("command", sorted({"overlap", "memory", "whatif", "report", "compare"} & set(cli.COMMANDS)))
 def test_reading_commands_say_without_torch_that_nothing_is_there(meshscope, command):
     done = meshscope(command, *["nowhere"] * (2 if command == "compare" else 1))
 
@@ -342,6 +342,7 @@ READING = {
     "report": ("nowhere",),
     "overlap": ("nowhere",),
     "memory": ("nowhere",),
+    "whatif": ("nowhere",),
     "ledger": ("--module", "debug", "--config", "tiny", "--against", "nowhere"),
     "compare": ("nowhere", "nowhere"),
 }

@@ -55,11 +55,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAnswer:
-    """One device: `rows[0]` is the recording itself."""
+    """One device: `rows[0]` is the recording itself on the model, `peak_reserved_bytes` what it recorded."""
 
     index: int
     history: str
     base_reserved_bytes: int
+    peak_reserved_bytes: int
     recorded: Settings
     fidelity: Fidelity
     rows: list[Row]
@@ -143,6 +144,7 @@ def _answer(device: Device, timeline: Timeline, recorded: Settings, question: Qu
         index=device.index,
         history=history_state(timeline, lives),
         base_reserved_bytes=timeline.base_reserved,
+        peak_reserved_bytes=timeline.peak("reserved").bytes,
         recorded=recorded,
         fidelity=fidelity,
         rows=rows,
@@ -178,10 +180,11 @@ def _notes(
 ) -> Iterator[str]:
     if not fidelity.exact:
         yield (
-            f"the model does not reproduce this recording under its own settings: {fidelity.same_calls} of "
+            f"the model does not reproduce this recording under its own settings: {fidelity.same_address:,} of "
+            f"{fidelity.allocations:,} addresses, {fidelity.same_calls:,} of "
             f"{counted(fidelity.calls, 'call')} to the driver, reserved off by up to "
-            f"{size(fidelity.reserved_error_bytes)}. It was made by another allocator, or under a limit: take the "
-            "other rows as estimates"
+            f"{size(fidelity.reserved_error_bytes)}. It was made by another allocator, or under a limit (--limit-gib): "
+            "take every row as an estimate"
         )
     if rows[0].start == "recorded":
         yield f"{size(base_reserved)} were reserved before the history began: their layout is what ran before made it"
@@ -208,6 +211,7 @@ def _device_json(answer: DeviceAnswer) -> dict[str, Any]:
         "device": answer.index,
         "history": answer.history,
         "base_reserved_bytes": answer.base_reserved_bytes,
+        "recorded_peak_reserved_bytes": answer.peak_reserved_bytes,
         "recorded_alloc_conf": describe(answer.recorded),
         "fidelity": {
             "exact": fidelity.exact,

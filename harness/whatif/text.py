@@ -30,7 +30,9 @@ def _device_lines(device: DeviceAnswer) -> Iterator[str]:
         f"  device {device.index}   history {device.history}, {counted(fidelity.allocations, 'allocation')}, recorded "
         f"settings: {describe(device.recorded)}"
     )
-    if fidelity.exact:
+    if not fidelity.exact:
+        yield f"  recorded peak {size(device.peak_reserved_bytes)} reserved; row 0 is the model's, which differs"
+    else:
         calls = f", {counted(fidelity.calls, 'call')} to the driver" if fidelity.calls else ""
         yield f"  the model reproduces it: every address{calls}, reserved to the byte"
     headers = [

@@ -138,7 +138,7 @@ def overlaps(clock: Clock, sizes: Sizes) -> list[Overlap]:
     for kind in OVERLAPPED:
         dtype = torch.bfloat16 if kind == "all_gather" else torch.float32
         whole = torch.zeros(
-            OVERLAPPED_BYTES // dtype.itemsize // group.size() * group.size(), dtype=dtype, device="cuda"
+            OVERLAPPED_BYTES // dtype.itemsize // group.size() * group.size(), dtype=dtype, device=clock.device
         )
         collective = call(kind, whole, group)
         _, message = measure(clock, kind, OVERLAPPED_BYTES, group)

@@ -279,7 +279,7 @@ class Allocator:
         """Gives back a free block that is large enough and may not be split, or several of them, the largest first;
         whether that was enough (torch's `release_available_cached_blocks`)."""
         bound = self.settings.max_split_size_bytes
-        if bound is None:
+        if bound is None or self.settings.expandable_segments:  # parts of those cannot be given back so
             return False
         wanted = max(size, bound)
         blocks, at = pool.at_least(stream, wanted)

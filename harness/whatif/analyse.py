@@ -149,7 +149,7 @@ def _answer(device: Device, timeline: Timeline, recorded: Settings, question: Qu
         fidelity=fidelity,
         rows=rows,
         time_us=device.history.time_us,
-        notes=list(_notes(device, timeline.base_reserved, fidelity, rows, question)),
+        notes=list(_notes(device, fidelity, rows, question)),
     )
 
 
@@ -175,9 +175,7 @@ def _allowed(settings: Settings, limit_bytes: int | None) -> int | None:
     return None if limit_bytes is None else int(settings.memory_fraction * limit_bytes)
 
 
-def _notes(
-    device: Device, base_reserved: int, fidelity: Fidelity, rows: Sequence[Row], question: Question
-) -> Iterator[str]:
+def _notes(device: Device, fidelity: Fidelity, rows: Sequence[Row], question: Question) -> Iterator[str]:
     if not fidelity.exact:
         yield (
             f"the model does not reproduce this recording under its own settings: {fidelity.same_address:,} of "
@@ -186,8 +184,6 @@ def _notes(
             f"{size(fidelity.reserved_error_bytes)}. It was made by another allocator, or under a limit (--limit-gib): "
             "take every row as an estimate"
         )
-    if rows[0].start == "recorded":
-        yield f"{size(base_reserved)} were reserved before the history began: their layout is what ran before made it"
     if rows[-1].start == "afresh":
         yield (
             "afresh: the blocks from before the history are allocated anew, and what was cached besides is gone. Row 1 "

@@ -26,8 +26,9 @@ def report(analysis: Analysis) -> str:
 
 def _device_lines(device: DeviceAnswer) -> Iterator[str]:
     fidelity = device.fidelity
+    before = f" ({size(device.base_reserved_bytes)} reserved before it)" if device.base_reserved_bytes else ""
     yield (
-        f"  device {device.index}   history {device.history}, {counted(fidelity.allocations, 'allocation')}, recorded "
+        f"  device {device.index}   history {device.history}{before}, {counted(fidelity.allocations, 'allocation')}, recorded "
         f"settings: {describe(device.recorded)}"
     )
     if not fidelity.exact:

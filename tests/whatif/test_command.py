@@ -120,7 +120,7 @@ def test_what_was_there_before_is_said_and_compared_afresh(tmp_path, capsys):
     assert code == 0
     assert "recorded, afresh" in out
     assert "% vs 1" in out
-    assert "note: 0.3418 GiB were reserved before the history began" in out
+    assert "history truncated (0.3418 GiB reserved before it), 3 allocations" in out
     assert "note: afresh:" in out
     _, alone, _ = run(capsys, path)
     assert "afresh" not in alone

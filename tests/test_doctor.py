@@ -184,6 +184,16 @@ def found(facts: Facts, environment: dict[str, str] | None = None) -> dict[str, 
     return {check.name: (check.state, check.value) for check in gpu_checks.examine(facts, environment)}
 
 
+def test_calibration_that_fits_each_kind_of_gpu():
+    found = checks._calibrations(facts(h200(0), h200(1, name="NVIDIA L4")))
+
+    assert [(check.state, check.value) for check in found] == [
+        ("ok", "NVIDIA H200: h200, shipped"),
+        ("optional", "NVIDIA L4: none shipped: its times are not predicted"),
+    ]
+    assert found[1].fix == "meshscope calibrate --out FILE"
+
+
 def test_two_gpus_in_order():
     checks = found(facts(h200(0), h200(1)))
 

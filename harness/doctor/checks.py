@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from harness import __version__
 from harness.compilation import compiler
@@ -19,6 +20,7 @@ from harness.doctor.findings import Check, Device, ModeState, Report
 from harness.doctor.modes import INSTALL_TORCH, find_torch, memory_bytes
 from harness.doctor.shared_gpu import Nccl
 from harness.float8 import INSTALL
+from harness.ledger import hardware
 from harness.nvml import visible_gpus
 from harness.variables import Library, Variable, configuration_files
 from harness.variables import examine as examine_variables
@@ -62,6 +64,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Report:
         *_settings(report.variables, environment),
         _torchao(facts),
         _compiler(),
+        *_calibrations(facts),
     ]
     return report
 
@@ -267,6 +270,18 @@ def _settings(variables: list[Variable], environment: Mapping[str, str]) -> list
     for path, names in configuration_files(environment, Path.home()).items():
         value = f"{path} sets {', '.join(names) or 'nothing'}"
         checks.append(Check(group="environment", name="NCCL settings", state="ok", value=value))
+    return checks
+
+
+def _calibrations(facts: Facts) -> list[Check]:
+    """What times are predicted with for each kind of GPU here."""
+    checks = []
+    for device in sorted({gpu.name for gpu in facts.machine.gpus} if facts.machine else ()):
+        shipped = hardware.fitting(device)
+        value = f"{device}: {shipped}, shipped" if shipped else f"{device}: none shipped: its times are not predicted"
+        state: Literal["ok", "optional"] = "ok" if shipped else "optional"
+        fix = None if shipped else "meshscope calibrate --out FILE"
+        checks.append(Check(group="optional", name="calibration", state=state, value=value, fix=fix))
     return checks
 
 

@@ -28,8 +28,8 @@ def _device_lines(device: DeviceAnswer) -> Iterator[str]:
     fidelity = device.fidelity
     before = f" ({size(device.base_reserved_bytes)} reserved before it)" if device.base_reserved_bytes else ""
     yield (
-        f"  device {device.index}   history {device.history}{before}, {counted(fidelity.allocations, 'allocation')}, recorded "
-        f"settings: {describe(device.recorded)}"
+        f"  device {device.index}   history {device.history}{before}, {counted(fidelity.allocations, 'allocation')}, "
+        f"recorded settings: {describe(device.recorded)}"
     )
     if not fidelity.exact:
         yield f"  recorded peak {size(device.peak_reserved_bytes)} reserved; row 0 is the model's, which differs"

@@ -232,10 +232,11 @@ class Unit:
         self._add_up()
         shared = self.sharding
         present = [p for p in self.parameters if p.name in self.gradients or p.name in self.accumulated]
-        if self.work is not None:
-            self.work.reduce(present, adds=any(p.name in self.sharded_gradients for p in present))
         symbol = self.symbol if len(present) == len(self.parameters) else f"N_{present[0].name}"
         gradients = [self._own_rows(parameter, self._take(parameter.name)) for parameter in present]
+        if self.work is not None:
+            adds = any(p.name in self.sharded_gradients for p in present)
+            self.work.reduce(present, element=gradients[0].storage.size.coefficient, adds=adds)
         if frees:
             self._free_unsharded()
         shared.reduce_scatter_state = self.all_reduce_state = None

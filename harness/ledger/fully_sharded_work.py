@@ -89,18 +89,18 @@ class UnitWork:
         elif element != wide:
             self._sums("widen", (element + wide) * elements)
 
-    def reduce(self, present: Sequence[Parameter], *, adds: bool) -> None:
-        """`adds`: to what an earlier micro-batch left."""
+    def reduce(self, present: Sequence[Parameter], *, element: int, adds: bool) -> None:
+        """`element`: bytes of the gradients'; `adds`: to what an earlier micro-batch left."""
         shared, program, wide = self._shared, self._shared.program, self._shared.reduce_element
         host_ns = self._host_ns(backward=True)
         if program.sequence_parallel:
             for norm in (parameter for parameter in present if parameter.monomial == "d"):
-                self._sends("all_reduce", "tp", "gradients of norms", shared.element * norm.rows)
+                self._sends("all_reduce", "tp", "gradients of norms", element * norm.rows)
         program.wait(shared.reduced)
         program.wait(self._done)
         elements = sum(parameter.padded(shared.shards) for parameter in present)
         local = elements // shared.shards
-        self._copies("reduce_scatter_copy_in", (shared.element + wide) * elements, host_ns)
+        self._copies("reduce_scatter_copy_in", (element + wide) * elements, host_ns)
         program.wait_stream(REDUCE_SCATTER, COMPUTE)
         last = REDUCE_SCATTER
         if shared.shards == 1:

@@ -74,7 +74,7 @@ class Operators:
         return Gradient(self.new(ACTIVATION_GRADIENTS, coefficient, monomial), is_view)
 
     def runs(self, kind: KernelKind, what: str, *terms: tuple[int, str]) -> None:
-        """A kernel that reads and writes these bytes an element of these elements."""
+        """A kernel that reads and writes these bytes an element of these elements; none where that is nothing."""
         if self.program is not None:
             self.program.kernel(kind, what, *terms)
 
@@ -235,11 +235,9 @@ class Operators:
         return out
 
     def _rotates(self, heads: str) -> None:
-        if self.e != 4:
-            self.runs("widen", "rotary", (6, heads))
+        self.runs("widen", "rotary", (6 if self.e != 4 else 0, heads))
         self.runs("rotary", "rotary", (8, heads))
-        if self.e != 4:
-            self.runs("narrow", "rotary", (6, heads))
+        self.runs("narrow", "rotary", (6 if self.e != 4 else 0, heads))
 
     def attention(self, category: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal scaled dot-product attention; the result is [batch, seq, dim].

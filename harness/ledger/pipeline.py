@@ -24,7 +24,7 @@ from harness.ledger.layout import quantities
 from harness.ledger.operators import LOGITS, Target
 from harness.ledger.simulate import COMPUTE, TRANSFER
 from harness.ledger.step import Implementation, Step
-from harness.ledger.tape import Storage
+from harness.ledger.tape import Storage, Tape
 from harness.pipeline.actions import Action, each_step
 from harness.pipeline.plan import plan
 
@@ -46,6 +46,7 @@ class PipelineStep:
         shard_rank: int = 0,
         implementation: Implementation,
         settings: Settings | None = None,
+        tape: Tape | None = None,
     ) -> None:
         pipeline = plan(config)
         self.config, self.actions = config, pipeline.actions[pipeline_rank]
@@ -66,6 +67,7 @@ class PipelineStep:
                 shard_rank=shard_rank,
                 implementation=implementation,
                 settings=settings,
+                tape=tape,
                 part=pipeline.parts[number],
                 values=self.quantities,
                 beside=first,

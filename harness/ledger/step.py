@@ -65,8 +65,8 @@ class Implementation:
 class Step:
     """A rank's state, and `run` for one optimizer step on it; the first has no optimizer states yet.
 
-    `settings` are those of the CUDA allocator. With `part` it is a pipeline stage; `beside` is another one of the same
-    rank, which shares all but parameters.
+    `settings` are those of the CUDA allocator, unless it has another `tape`. With `part` it is a pipeline stage;
+    `beside` is another one of the same rank, which shares all but parameters.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Step:
         shard_rank: int = 0,
         implementation: Implementation,
         settings: Settings | None = None,
+        tape: Tape | None = None,
         part: Part | None = None,
         values: Quantities | None = None,
         beside: Step | None = None,
@@ -85,7 +86,7 @@ class Step:
         self.part = part or whole(config.model.n_layers)
         self.quantities = values or quantities(config, shard_rank)
         allocator = Allocator(settings or Settings()) if target == "cuda" else None
-        self.tape: Tape = beside.tape if beside else Tape(allocator)
+        self.tape: Tape = beside.tape if beside else tape or Tape(allocator)
         self.host: Tape = beside.host if beside else Tape()
         element = DTYPE_BYTES[config.training.mixed_precision_param]
         self.ops: Operators = (

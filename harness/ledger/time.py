@@ -22,6 +22,7 @@ from harness.ledger.pipeline import PipelineStep
 from harness.ledger.program import Line, Program
 from harness.ledger.simulate import Kernel, Span, Timeline, overlap_ns, simulate, total_ns, union
 from harness.ledger.step import Implementation, Step
+from harness.ledger.tape import WeightlessTape
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,7 +186,13 @@ def _programs(
     for pipeline_rank in range(layout.pp):
         for context_rank in range(contexts):
             step: Step | PipelineStep = (
-                Step(config, target=target, shard_rank=context_rank, implementation=implementation)
+                Step(
+                    config,
+                    target=target,
+                    shard_rank=context_rank,
+                    implementation=implementation,
+                    tape=WeightlessTape(),
+                )
                 if layout.pp == 1
                 else PipelineStep(
                     config,
@@ -193,6 +200,7 @@ def _programs(
                     pipeline_rank=pipeline_rank,
                     shard_rank=context_rank,
                     implementation=implementation,
+                    tape=WeightlessTape(),
                 )
             )
             ops = step.ops if isinstance(step, Step) else step.first.ops

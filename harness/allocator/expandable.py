@@ -13,7 +13,7 @@ ADDRESS_SPACE_BYTES = 1 << 45
 
 def grow(pool: Pool, stream: int, size: int, page: int, driver: Driver) -> Block:
     """A free block of at least `size` bytes, at the lowest address that mapping makes one; it is in no pool."""
-    block = _lowest_space(pool, stream, size) or _reserve(pool, stream, page, driver)
+    block = _lowest_space(pool, stream, size) or _reserve(pool, stream, size, page, driver)
     if not block.mapped:
         _map(block, min(block.size, size), driver)
     while block.size < size:
@@ -76,8 +76,8 @@ def _lowest_space(pool: Pool, stream: int, size: int) -> Block | None:
     return None
 
 
-def _reserve(pool: Pool, stream: int, page: int, driver: Driver) -> Block:
-    space = address_space(page)
+def _reserve(pool: Pool, stream: int, size: int, page: int, driver: Driver) -> Block:
+    space = max(address_space(page), -(-size // page) * page)
     segment = ExpandableSegment(driver.reserve(space), space, page)
     block = Block(pool, stream, segment.address, space, segment)
     block.mapped = False

@@ -11,7 +11,7 @@ from harness.memory.frames import BEFORE_HISTORY, allocation_site
 from harness.memory.replay import records_requests
 from harness.memory.snapshot import Action, Device, History
 from harness.whatif.layout import lay_out
-from harness.whatif.start import Start
+from harness.whatif.start import ContradictionError, Start
 
 _RELEASES = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _GROWS = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
@@ -132,7 +132,9 @@ class Replay:
             return None
 
     def _free(self, address: int, stream: int) -> None:
-        block = self._live.pop(address)  # what was not allocated in the history is in its start
+        block = self._live.pop(address, None)
+        if block is None:  # what was not allocated in the history is in its start
+            raise ContradictionError(f"the block at {address:#x} is freed twice")
         self.allocator.request_free(block)
         if self._defers and self._has_requests:
             self._pending[address, stream] = block

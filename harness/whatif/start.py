@@ -129,7 +129,9 @@ def _ends(device: Device, blocks: list[HeldBlock]) -> dict[int, int]:
 def _ranges(device: Device) -> list[HeldRange]:
     """The final segments with the history's changes undone, the last first."""
     ranges = [
-        HeldRange(s.address, s.total_size, s.stream, s.expandable, s.small, s.private_pool) for s in device.segments
+        HeldRange(s.address, s.total_size, s.stream, s.expandable, s.small, s.private_pool)
+        for s in device.segments
+        if s.total_size
     ]
     ranges.sort(key=by_address)
     history = device.history

@@ -248,6 +248,11 @@ def test_private_pools_share_nothing_with_the_default_one():
     ]
 
 
+def free_of(snapshot):
+    [event] = [event for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
+    return {**event, "action": "free_requested"}
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -255,6 +260,7 @@ def test_private_pools_share_nothing_with_the_default_one():
         (lambda s: s["segments"].append({**s["segments"][0], "address": s["segments"][0]["address"] + MIB}), "overlap"),
         (lambda s: s["device_traces"][0].append({"action": "free_requested", "addr": 5, "size": 7}), "in no segment"),
         (lambda s: s["segments"][0]["blocks"][0].update(size=1 << 40), "behind its segment"),
+        (lambda s: s["device_traces"][0].extend([free_of(s)] * 2), "in no segment"),
     ],
 )
 def test_what_cannot_be_true_is_said(damage, reason):

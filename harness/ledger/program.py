@@ -141,15 +141,15 @@ class Program:
                 "input_gradient": (tokens, i, o),
                 "weight_gradient": (o, i, tokens),
             }[layout]
-            self._costs[key] = self._sustained(self.hardware.matmul_ns(self.dtype, m, n, k, layout))
-        self._issue(PRODUCTS, self._costs[key], fills=True)
+            self._costs[key] = self.hardware.matmul_ns(self.dtype, m, n, k, layout)
+        self._issue(PRODUCTS, self._costs[key], fills=True, is_dense=True)
 
     def attention(self, *, backward: bool, queries: float = 1.0, keys: float = 1.0, causal: bool = True) -> None:
         """Of this share of a rank's queries and keys."""
         key = "attention", backward, queries, keys, causal
         if key not in self._costs:
             value = self.quantities.values
-            ns = self.hardware.attention_ns(
+            self._costs[key] = self.hardware.attention_ns(
                 "backward" if backward else "forward",
                 self.dtype,
                 batch=value["B"],
@@ -160,12 +160,7 @@ class Program:
                 head_dim=value["hd"],
                 causal=causal,
             )
-            self._costs[key] = self._sustained(ns)
-        self._issue("attention kernels", self._costs[key])
-
-    def _sustained(self, ns: int) -> int:
-        """Of what the tensor cores do: a step keeps them busy, and they slow down."""
-        return round(ns * self.hardware.sustained_factor)
+        self._issue("attention kernels", self._costs[key], is_dense=True)
 
     def _issue(
         self,
@@ -176,9 +171,10 @@ class Program:
         host_ns: int | None = None,
         part: str | None = None,
         fills: bool = False,
+        is_dense: bool = False,
     ) -> None:
         host_ns = self._operator_ns() if host_ns is None else host_ns
-        self.items.append(Kernel(stream, ns, host_ns, self._line(what, part), fills))
+        self.items.append(Kernel(stream, ns, host_ns, self._line(what, part), fills, is_dense))
 
     # ------------------------------------------------------------------------------------------------- collectives
 

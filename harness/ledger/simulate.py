@@ -10,6 +10,8 @@ The rules of CUDA streams and of NCCL, in one pass over what every host issues, 
   room until they are done.
 - What runs beside each other takes longer, by measured factors: a kernel for as long as it has company, a collective by
   the share of it that has. Which share is known from the pass before.
+- Tensor cores that are busy for much of a step slow down: by a measured factor of the share of the step, which is known
+  from the pass before, too.
 
 Times are integer nanoseconds from the moment at which the step begins, when device and host have nothing left to do.
 """
@@ -17,7 +19,7 @@ Times are integer nanoseconds from the moment at which the step begins, when dev
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 COMPUTE = "compute"
@@ -36,13 +38,15 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`fills`: its blocks occupy the whole device until they are done. `host_ns`: before it is issued."""
+    """`fills`: its blocks occupy the whole device until they are done. `is_dense`: tensor cores do it. `host_ns`:
+    before it is issued."""
 
     stream: str
     ns: int
     host_ns: int
     line: int
     fills: bool = False
+    is_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +113,32 @@ class Timeline:
     end: int = 0
 
 
-def simulate(programs: Sequence[Sequence[Item]]) -> list[Timeline]:
-    """The timelines of ranks that work together; raises `DeadlockError`."""
+def simulate(
+    programs: Sequence[Sequence[Item]], sustained: Callable[[float], float] = lambda share: 1.0
+) -> list[Timeline]:
+    """The timelines of ranks that work together; raises `DeadlockError`.
+
+    `sustained`: how many times as long dense kernels take on a device of which they occupy this share of the time.
+    """
     shares: list[list[float]] = [[] for _ in programs]
+    factors = [1.0] * len(programs)
+    dense_ns = [sum(item.ns for item in items if isinstance(item, Kernel) and item.is_dense) for items in programs]
     for _ in range(PASSES):
-        timelines = _pass(programs, shares)
+        timelines = _pass(programs, shares, factors)
+        end = max((timeline.end for timeline in timelines), default=0) or 1
         found = [_shares(timeline) for timeline in timelines]
-        if found == shares:
+        slowed = [sustained(min(1.0, ns * factor / end)) for ns, factor in zip(dense_ns, factors, strict=True)]
+        if found == shares and slowed == factors:
             break
-        shares = found
+        shares, factors = found, slowed
     return timelines
 
 
-def _pass(programs: Sequence[Sequence[Item]], shares: Sequence[Sequence[float]]) -> list[Timeline]:
+def _pass(
+    programs: Sequence[Sequence[Item]], shares: Sequence[Sequence[float]], factors: Sequence[float]
+) -> list[Timeline]:
     meetings: dict[tuple[object, ...], _Meeting] = {}
-    ranks = [_Rank(number, shares[number], meetings) for number in range(len(programs))]
+    ranks = [_Rank(number, shares[number], factors[number], meetings) for number in range(len(programs))]
     runs = [rank.run(program) for rank, program in zip(ranks, programs, strict=True)]
     waiting = list(range(len(runs)))
     while waiting:
@@ -149,8 +164,10 @@ class _Meeting:
 
 
 class _Rank:
-    def __init__(self, number: int, shares: Sequence[float], meetings: dict[tuple[object, ...], _Meeting]) -> None:
-        self._number, self._shares, self._meetings = number, shares, meetings
+    def __init__(
+        self, number: int, shares: Sequence[float], factor: float, meetings: dict[tuple[object, ...], _Meeting]
+    ) -> None:
+        self._number, self._shares, self._factor, self._meetings = number, shares, factor, meetings
         self.timeline = Timeline()
         self.moved = False
         self._host = 0
@@ -185,7 +202,7 @@ class _Rank:
     def _kernel(self, kernel: Kernel) -> None:
         start = max(self._host, self._free.get(kernel.stream, 0))
         if kernel.stream == COMPUTE:
-            end = self._beside_others(start, kernel.ns)
+            end = self._beside_others(start, kernel.ns * self._factor if kernel.is_dense else kernel.ns)
             if kernel.fills:
                 self._filled.append((start, end))
         else:
@@ -195,9 +212,9 @@ class _Rank:
         self._free[kernel.stream] = end
         self.timeline.compute.append((start, end))
 
-    def _beside_others(self, start: int, ns: int) -> int:
+    def _beside_others(self, start: int, ns: float) -> int:
         """When a kernel ends that takes `ns` alone."""
-        at, left = float(start), float(ns)
+        at, left = float(start), ns
         self._beside = [other for other in self._beside if other[1] > start]
         for begins, ends, factor in self._beside:
             if begins > at:

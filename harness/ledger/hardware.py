@@ -233,8 +233,8 @@ class Hardware:
         return found
 
     def matmul_ns(self, dtype: DType, m: int, n: int, k: int, layout: Layout = "forward") -> int:
-        """[m, k]·[k, n]: exact at a point, else its roofline time over an efficiency between those of the points near
-        it (`hardware_rules.between`). Products of `layout`, of any where it was not measured."""
+        """[m, k]·[k, n]: exact at a point, else latency and roofline time over an efficiency between those of the
+        points near it (`hardware_rules.between`). Products of `layout`, of any where it was not measured."""
         points = [point for point in self.matrix_products if point.dtype == dtype]
         points = [point for point in points if point.layout == layout] or points
         if self.peaks is None or dtype not in self.peaks.flops_per_s or not points:
@@ -268,22 +268,33 @@ class Hardware:
         head_dim: int,
         causal: bool = True,
     ) -> int:
-        """By the same rule over (batch · heads, queries, keys, head_dim), its roofline the operations alone. The number
-        of key-value heads decides only between points that are alike otherwise."""
+        """By the same rule over batch, heads, queries, keys, head_dim, heads a key-value head and the mask, which
+        counts as a doubling; its roofline is that of the operations alone."""
         points = [p for p in self.attention if p.dtype == dtype and p.direction == direction]
-        points = [p for p in points if p.causal == causal] or points
         if self.peaks is None or dtype not in self.peaks.flops_per_s or not points:
             raise self._unmeasured("attention", f"attention {direction} in {dtype}")
         peak = self.peaks.flops_per_s[dtype]
 
         def point(p: Attention) -> rules.Point:
             flops = rules.attention_flops(p.direction, p.batch, p.queries, p.keys, p.heads, p.head_dim, p.causal)
-            place = (p.batch * p.heads, p.queries, p.keys, p.head_dim, p.heads / p.kv_heads)
+            place = (p.batch, p.heads, p.queries, p.keys, p.head_dim, p.heads / p.kv_heads, 1 + p.causal)
             return rules.Point(place, flops / peak * 1e9, p.ns)
 
-        flops = rules.attention_flops(direction, batch, queries, keys, heads, head_dim, causal)
-        place = (batch * heads, queries, keys, head_dim, heads / kv_heads)
-        return rules.between(place, flops / peak * 1e9, [point(p) for p in points])
+        asked = point(
+            Attention(
+                dtype=dtype,
+                direction=direction,
+                batch=batch,
+                queries=queries,
+                keys=keys,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                causal=causal,
+                ns=1,
+            )
+        )
+        return rules.between(asked.place, asked.roofline_ns, [point(p) for p in points])
 
     def kernel_ns(self, kind: KernelKind, size: int) -> int:
         """A kernel that moves `size` bytes: linear between points, the smallest's time below them, the largest's

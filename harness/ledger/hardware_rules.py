@@ -1,9 +1,10 @@
 """Times between measured points. Free of torch; nanoseconds and bytes.
 
 Two rules, both exact at every point. What memory or a link bounds depends on one size: linear between neighbours, which
-is latency plus bytes over bandwidth. What operations bound depends on shapes: the roofline time (Williams, Waterman,
-Patterson, "Roofline", CACM 52(4), 2009) over an efficiency, which is the mean of the points' in logarithms, weighted by
-distance to the power of -6 with a doubling of one dimension as unit (Shepard 1968, inverse distance weighting).
+is latency plus bytes over bandwidth. What operations bound depends on shapes: a latency and the roofline time
+(Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009) over an efficiency, which is the mean of the points' in
+logarithms, weighted by distance to the power of -6 with a doubling of one dimension as unit (Shepard 1968, inverse
+distance weighting).
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ class Point(NamedTuple):
 
 
 def between(place: tuple[float, ...], roofline_ns: float, points: Sequence[Point]) -> int:
-    """The time at `place`; at least that of the fastest point, which is a kernel's latency where small ones were
-    measured."""
+    """The time at `place`. The latency is the time of the fastest point."""
+    latency = min(point.ns for point in points)
     log_place = [math.log2(value) for value in place]
     total = weighted = 0.0
     for point in points:
         squared = sum((log - math.log2(value)) ** 2 for log, value in zip(log_place, point.place, strict=True))
         if squared < 1e-12:
-            return round(point.ns * (roofline_ns / point.roofline_ns))  # another layout or mask: of its efficiency
+            # Another layout or mask at the same place has its efficiency.
+            return round(point.ns * ((latency + roofline_ns) / (latency + point.roofline_ns)))
         weight = squared ** (-POWER / 2)
         total += weight
-        weighted += weight * math.log(point.ns / point.roofline_ns)
-    return max(round(roofline_ns * math.exp(weighted / total)), min(point.ns for point in points))
+        weighted += weight * math.log(point.ns / (latency + point.roofline_ns))
+    return round((latency + roofline_ns) * math.exp(weighted / total))
 
 
 def by_size(points: Sequence[tuple[int, int]], size: int) -> int:

@@ -16,14 +16,25 @@ WAITS_FOR_HOST_PCT = 90
 def time_lines(time: Time) -> Iterator[str]:
     """Nothing but why, where no time is predicted."""
     if time.step_ns is not None:
-        yield (
-            f"Time of a step, hardware {time.hardware}: {milliseconds(time.step_ns)} ms, "
-            f"{number(time.tokens_per_s, 0)} tokens/s per device, MFU {percent(time.mfu_pct)}"
-        )
-        yield from _compared(time)
+        yield from _summary(time)
         for rank in time.ranks:
             yield from _rank(rank, time.step_ns)
     yield from (f"note: {note}" for note in time.notes)
+
+
+def compared_lines(time: Time) -> Iterator[str]:
+    """Without what it is made of; nothing where no time is predicted."""
+    if time.step_ns is not None:
+        yield from _summary(time)
+        yield from (f"  {note}" for note in time.notes)
+
+
+def _summary(time: Time) -> Iterator[str]:
+    yield (
+        f"Predicted time of a step, hardware {time.hardware}: {_ms(time.step_ns)}, "
+        f"{number(time.tokens_per_s, 0)} tokens/s per device, MFU {percent(time.mfu_pct)}"
+    )
+    yield from _compared(time)
 
 
 def _compared(time: Time) -> Iterator[str]:

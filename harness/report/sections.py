@@ -18,6 +18,7 @@ from harness.report.finding import NOT_A_CLUSTER
 from harness.report.legend import band, drawn, line, swatch
 from harness.report.markup import Html, figure_cell, listing, table, tag
 from harness.report.sections_lifetime import lifetime
+from harness.report.sections_time import time_of_step
 from harness.report.sections_trace import overlap
 from harness.report.text import evidence_text, layout, stacked
 from harness.text import counted, in_ranges, quantity
@@ -290,7 +291,7 @@ def predicted(report: Report) -> list[Html]:
         who = f"rank {alike[0].rank}" if len(alike) == 1 else f"ranks {alike[0].rank} to {alike[-1].rank}"
         said = f"What {who} should hold at the peak, and at most"
         body.append(table(["line", "at the peak", "at most", "formula of its most"], lines, caption=said))
-    return body
+    return body + time_of_step(prediction.time)
 
 
 def _reserved(rank: RankMemory) -> list[Html]:

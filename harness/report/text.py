@@ -11,6 +11,7 @@ from harness.compare.text import collectives
 from harness.config import Trainer
 from harness.ledger import Prediction
 from harness.ledger.prediction import RankMemory
+from harness.ledger.time_text import compared_lines
 from harness.report import lifetime, pipeline
 from harness.report.build import Report
 from harness.report.over_ranks import incomplete_steps, waited_for_all
@@ -55,7 +56,8 @@ def render(report: Report) -> str:
         pipeline.render(report.pipeline) if report.pipeline else (),
         lifetime.render(report),
     ]
-    sections += [_ledger(report), _snapshots(report)]
+    sections += [_ledger(report), compared_lines(report.prediction.time) if report.prediction else ()]
+    sections.append(_snapshots(report))
     return "\n\n".join("\n".join(map(printable, lines)) for section in sections if (lines := list(section)))
 
 

@@ -12,8 +12,9 @@ from typing import Any, get_args
 import pytest
 
 from harness.commands import ledger
+from harness.compare import measure, time_of
 from harness.config import ActivationCheckpoint, Compile, Decoder, Float8, Parallelism, Trainer, Training
-from harness.config_json import from_dict
+from harness.config_json import from_dict, to_dict
 from harness.errors import EXIT_OK, InputError, UsageError
 from harness.ledger import predict
 from harness.ledger.hardware import (
@@ -31,7 +32,12 @@ from harness.ledger.hardware import (
     load,
 )
 from harness.ledger.time import Time, predict_time
+from harness.ledger.time_text import compared_lines
 from harness.pipeline.config import Pipeline
+from harness.recording import manifest_path, steps_path, write_json
+from harness.report import build
+from harness.report.sections_time import time_of_step
+from harness.report.text import render
 
 MEASURED = json.loads((Path(__file__).parent / "h200_times.json").read_text())["runs"]
 SMALL = Decoder.Config(vocab_size=512, dim=64, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=128)
@@ -210,6 +216,43 @@ def test_hardware_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     bad.write_text("[]")
     with pytest.raises(InputError, match="is no calibration"):
         printed(capsys, "--hardware", str(bad))
+
+
+def recording(directory: Path, mode: str, walls: list[int]) -> Path:
+    """Of one rank whose steps, from the second on undisturbed, took so long."""
+    config = run_of(1)
+    manifest = {"schema_version": 1, "world_size": 1, "config": to_dict(config), "mode": mode}
+    write_json(manifest_path(directory), manifest)
+    rows = [{"step": step, "wall_ns": wall, "tokens": 1} for step, wall in enumerate(walls)]
+    steps_path(directory, 0).parent.mkdir(exist_ok=True)
+    steps_path(directory, 0).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def test_measured_steps_stand_beside(tmp_path: Path) -> None:
+    measured = measure(recording(tmp_path, "real", [9_000_000, 1_000_000, 3_000_000, 2_000_000]))
+    time = time_of(run_of(1), "cuda", measured)
+    (one,) = time.compared
+    assert (one.figure, one.predicted, one.measured) == ("step_ns", time.step_ns, 2_000_000)
+    assert one.error_pct == pytest.approx(100 * (time.step_ns - 2_000_000) / 2_000_000)  # type: ignore[operator]
+    assert any("measured" in line and "off by" in line for line in compared_lines(time))
+
+
+def test_times_of_no_cluster_are_not_compared(tmp_path: Path) -> None:
+    time = time_of(run_of(1), "cuda", measure(recording(tmp_path, "shared-gpu", [1_000_000, 1_000_000])))
+    assert time.compared == []
+    assert time.notes == ["time: not compared, mode shared-gpu: its times are not those of a cluster"]
+
+
+def test_a_report_has_the_time_on_its_page_and_in_its_text(tmp_path: Path) -> None:
+    report = build(recording(tmp_path, "real", [9_000_000, 2_000_000, 2_000_000]))
+    assert report.prediction is not None
+    said = f"{report.prediction.time.step_ns / 1e6:.3f} ms"  # type: ignore[operator]
+    assert f"Predicted time of a step, hardware h200: {said}" in render(report)
+    page = "".join(time_of_step(report.prediction.time))
+    assert said in page
+    assert "2.000 ms" in page
+    assert time_of_step(Time()) == []
 
 
 def error_pct(run: dict[str, Any], time: Time) -> float:

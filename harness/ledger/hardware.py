@@ -188,8 +188,8 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sustained:
-    """What a device slows down to where it never rests: products one after the other for `seconds`, the last second's
-    against those of the points, before each of which it rested."""
+    """How many times as long layers of Llama 3.2 1B take, forward and backward one after the other, once a device has
+    not rested for `seconds`, as after a rest; before points it rests."""
 
     factor: Factor
     seconds: Rate
@@ -336,7 +336,7 @@ class Hardware:
 
     @property
     def sustained_factor(self) -> float:
-        """How many times as long products take on a device that never rests; 1 where that was not measured."""
+        """How many times as long a device takes that never rests; 1 where that was not measured."""
         return self.sustained[0].factor if self.sustained else 1.0
 
     @cached_property

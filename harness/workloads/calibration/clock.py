@@ -20,6 +20,9 @@ MOST_REPETITIONS = 20
 LEAST_SLEEP_CYCLES, MOST_SLEEP_CYCLES = 2**21, 2**28
 """About a millisecond and 0.15 seconds of an H200."""
 
+RESTS = 2
+"""A GPU rests so many times as long as it worked, so that all points are of the same clock."""
+
 Operation = Callable[[], object]
 
 
@@ -84,6 +87,7 @@ class Clock:
             end.record()
             host_was_ahead = not begin.query()
             torch.cuda.synchronize(self.device)
+            time.sleep(RESTS * begin.elapsed_time(end) / 1e3)
             if host_was_ahead or self._sleep_cycles >= MOST_SLEEP_CYCLES:
                 return float(begin.elapsed_time(end)) * 1e6 / repetitions
             self._sleep_cycles *= 2

@@ -22,8 +22,9 @@ SLEEP_CYCLES = 2**20
 """For each repetition: half a millisecond of an H200, in which the host issues it."""
 OVERLAPPED: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 OVERLAPPED_BYTES = 128 * MIB
-PRODUCT = 4096
-"""Rows and columns of the products beside a collective: about as long as a layer's."""
+PRODUCT = (16384, 2048, 8192)
+"""m, k and n of the products beside a collective: the longest of a layer of Llama 3.2 1B. Where one takes fewer turns
+on the multiprocessors, those that a collective takes away cost more."""
 
 
 def call(kind: CollectiveKind, whole: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
@@ -126,7 +127,8 @@ def overlaps(clock: Clock, sizes: Sizes) -> list[Overlap]:
     """On GPUs only. What is long enough to last runs beside what is measured, on a stream of its own."""
     group = dist.group.WORLD
     assert group is not None
-    a, b = (torch.randn(PRODUCT, PRODUCT, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
+    m, k, n = PRODUCT
+    a, b = (torch.randn(*shape, device=clock.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
     side = torch.cuda.Stream(clock.device)
 
     def product() -> torch.Tensor:
@@ -182,11 +184,11 @@ def _beside_a_wait(clock: Clock, side: torch.cuda.Stream, product: Operation, gr
             transfer()
         torch.cuda._sleep(SLEEP_CYCLES * 2)
         begin.record()
-        for _ in range(MANY):
+        for _ in range(FEW):
             product()
         end.record()
         torch.cuda.synchronize(clock.device)
-        times.append(0.0 if sends else begin.elapsed_time(end) * 1e6 / MANY)
+        times.append(0.0 if sends else begin.elapsed_time(end) * 1e6 / FEW)
     return _slowest(clock, summary(times).ns, group)
 
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.calibration import small_run
 from harness.config import Trainer
 from harness.ledger.hardware import HostCost, HostKind
-from harness.trainer.activation_checkpoint import checkpoint_layers
-from harness.trainer.build import DTYPES, build_on_meta
-from harness.trainer.fully_sharded import fully_shard_decoder
-from harness.trainer.initialise import initialise
 from harness.trainer.model.decoder import Decoder
-from harness.trainer.parallel_dims import ParallelDims
 from harness.trainer.trainer import controlled_gc
-from harness.workloads.calibration.clock import Clock, summary
+from harness.workloads.calibration import models
+from harness.workloads.calibration.clock import Clock, Operation, summary
 from harness.workloads.calibration.sizes import Sizes
 
 WARM_UP = 3
@@ -100,30 +96,38 @@ def _one_thread(clock: Clock) -> Iterator[None]:
 def _times(clock: Clock) -> dict[HostKind, list[float]]:
     """Nanoseconds, repeated."""
     world, device = dist.get_world_size(), clock.device.type
-    alone = small_run(1, device)
+    alone, split = small_run(1, device), small_run(world, device, tp=world)
+    built = {
+        "plain": models.plain(alone, clock.device),
+        "selective": models.plain(_selective(alone), clock.device),
+        "cast": models.of_one_shard(alone, clock.device),
+    }
+    if world > 1:
+        built["sharded"] = models.built(small_run(world, device), clock.device)
+    if world > 1 and split.model.n_heads % world == 0:
+        built["tensors"] = models.built(split, clock.device)
+        built["selective tensors"] = models.built(_selective(split), clock.device)
+    passes = _passes(clock, built)
+
     units = alone.model.n_layers + 2  # embedding, layers, norm with head
-    found: dict[HostKind, list[float]] = {}
-
-    plain = _passes(clock, _plain(alone, clock))
-    found["forward_operator"] = _each(plain.forward_ns, plain.forward.kernels)
-    found["backward_operator"] = _each(plain.backward_ns, plain.backward.kernels)
-    kept = _passes(clock, _plain(_selective(alone), clock))
-    found["selective_forward_operator"], found["checkpointed_backward_operator"] = _of_selective(kept, plain)
-
-    cast = _passes(clock, _of_one_shard(alone, clock))
-    found["cast_forward_unit"] = _each(_more(cast.forward_ns, plain.forward_ns), units)
-    found["cast_backward_unit"] = _each(_more(cast.backward_ns, plain.backward_ns), units)
-    if world == 1:
+    plain, cast = passes["plain"], passes["cast"]
+    found: dict[HostKind, list[float]] = {
+        "forward_operator": _each(plain.forward_ns, plain.forward.kernels),
+        "backward_operator": _each(plain.backward_ns, plain.backward.kernels),
+        "cast_forward_unit": _each(_more(cast.forward_ns, plain.forward_ns), units),
+        "cast_backward_unit": _each(_more(cast.backward_ns, plain.backward_ns), units),
+    }
+    of_selective = _of_selective(passes["selective"], plain)
+    found["selective_forward_operator"], found["checkpointed_backward_operator"] = of_selective
+    if "sharded" not in passes:
         return found
-    sharded = _passes(clock, _built(small_run(world, device), clock))
+    sharded = passes["sharded"]
     found["fsdp_forward_unit"] = _each(_more(sharded.forward_ns, plain.forward_ns), units)
     found["fsdp_backward_unit"] = _each(_more(sharded.backward_ns, plain.backward_ns), units)
     scalar = torch.zeros(1, device=clock.device)
     calls = range(WARM_UP + _repetitions(clock))
     found["collective"] = [clock.host(lambda: dist.all_reduce(scalar)) for _ in calls][WARM_UP:]
-
-    split = small_run(world, device, tp=world)
-    if split.model.n_heads % world:
+    if "tensors" not in passes:
         return found
     parts = (
         units,
@@ -131,10 +135,9 @@ def _times(clock: Clock) -> dict[HostKind, list[float]]:
         (cast.forward.kernels - plain.forward.kernels, cast.backward.kernels - plain.backward.kernels),
         statistics.median(found["collective"]),
     )
-    tensors = _passes(clock, _built(split, clock)).without(*parts)
+    tensors, kept = passes["tensors"].without(*parts), passes["selective tensors"].without(*parts)
     found["dtensor_forward_operator"] = _each(tensors.forward_ns, tensors.forward.kernels)
     found["dtensor_backward_operator"] = _each(tensors.backward_ns, tensors.backward.kernels)
-    kept = _passes(clock, _built(_selective(split), clock)).without(*parts)
     of_selective = _of_selective(kept, tensors)
     found["dtensor_selective_forward_operator"], found["dtensor_checkpointed_backward_operator"] = of_selective
     return found
@@ -148,8 +151,8 @@ def _of_selective(kept: Passes, all_saved: Passes) -> tuple[list[float], list[fl
 
 
 def _repetitions(clock: Clock) -> int:
-    """More than of a kernel, since each is a single call."""
-    return 2 * clock.blocks - 1
+    """On GPUs more than of a kernel, since each is a single call and differences of them are what is wanted."""
+    return 3 * clock.blocks if clock.device.type == "cuda" else 2 * clock.blocks - 1
 
 
 def _each(times_ns: list[float], count: int) -> list[float]:
@@ -160,33 +163,36 @@ def _more(these: list[float], others: list[float]) -> list[float]:
     return [ns - statistics.median(others) for ns in these]
 
 
-def _passes(clock: Clock, model: Decoder) -> Passes:
-    """Each forward and backward is measured alone. Every rank goes through the same calls."""
-    repetitions = _repetitions(clock)
-    tokens = torch.zeros(1, model.seq_len, dtype=torch.int64, device=clock.device)
-    forward_ns, backward_ns, launched = [], [], []
-    for number in range(WARM_UP + repetitions + 1):
-        losses: list[torch.Tensor] = []
+def _passes(clock: Clock, built: Mapping[str, Decoder]) -> dict[str, Passes]:
+    """Each forward and backward is measured alone; what they launch is counted once all are, since the profiler slows
+    every later launch of the process. Every rank goes through the same calls."""
+    times = {name: _host_ns(clock, model) for name, model in built.items()}
+    found = {}
+    for name, model in built.items():
+        forward, backward = _calls(clock, model)
+        counts = launched_by(clock, forward), launched_by(clock, backward)
+        found[name] = Passes(
+            forward_ns=times[name][0], backward_ns=times[name][1], forward=counts[0], backward=counts[1]
+        )
+    return found
 
-        def forward(losses: list[torch.Tensor] = losses) -> None:
-            losses.append(model(tokens).float().sum())
 
-        def backward(losses: list[torch.Tensor] = losses) -> None:
-            losses.pop().backward()
-
-        if number == WARM_UP + repetitions:
-            launched = [launched_by(clock, forward), launched_by(clock, backward)]
-        else:
-            forward_ns.append(clock.host(forward))
-            backward_ns.append(clock.host(backward))
+def _host_ns(clock: Clock, model: Decoder) -> tuple[list[float], list[float]]:
+    forward_ns, backward_ns = [], []
+    for _ in range(WARM_UP + _repetitions(clock)):
+        forward, backward = _calls(clock, model)
+        forward_ns.append(clock.host(forward))
+        backward_ns.append(clock.host(backward))
         for parameter in model.parameters():
             parameter.grad = None
-    return Passes(
-        forward_ns=forward_ns[WARM_UP:],
-        backward_ns=backward_ns[WARM_UP:],
-        forward=launched[0],
-        backward=launched[1],
-    )
+    return forward_ns[WARM_UP:], backward_ns[WARM_UP:]
+
+
+def _calls(clock: Clock, model: Decoder) -> tuple[Operation, Operation]:
+    """A forward, and its backward."""
+    tokens = torch.zeros(1, model.seq_len, dtype=torch.int64, device=clock.device)
+    losses: list[torch.Tensor] = []
+    return lambda: losses.append(model(tokens).float().sum()), lambda: losses.pop().backward()
 
 
 def launched_by(clock: Clock, call: Callable[[], object]) -> Launched:
@@ -215,46 +221,6 @@ def launched_by(clock: Clock, call: Callable[[], object]) -> Launched:
 
 
 def _selective(run: Trainer.Config) -> Trainer.Config:
-    run.activation_checkpoint.mode = "selective"
-    return run
-
-
-def _plain(run: Trainer.Config, clock: Clock) -> Decoder:
-    """Without FSDP2, in the dtype of compute."""
-    model = _materialised(_on_meta(run), run, clock)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[run.training.mixed_precision_param])
-    return model
-
-
-def _of_one_shard(run: Trainer.Config, clock: Clock) -> Decoder:
-    """Each rank's FSDP2 over itself: units cast their parameters and send nothing."""
-    mesh = init_device_mesh(
-        clock.device.type,
-        (dist.get_world_size(), 1),
-        mesh_dim_names=("rank", "dp_shard"),
-        backend_override={"dp_shard": "fake"},
-    )
-    model = _on_meta(run)
-    param, reduce = DTYPES[run.training.mixed_precision_param], DTYPES[run.training.mixed_precision_reduce]
-    fully_shard_decoder(model, mesh["dp_shard"], param_dtype=param, reduce_dtype=reduce, policy="default")
-    return _materialised(model, run, clock)
-
-
-def _on_meta(run: Trainer.Config) -> Decoder:
-    with torch.device("meta"):
-        model = run.model.build(seq_len=run.training.seq_len)
-    checkpoint_layers(model, run.activation_checkpoint, keeps_attention=True, compiled=False)
-    return model
-
-
-def _built(run: Trainer.Config, clock: Clock) -> Decoder:
-    """As the trainer builds it."""
-    mesh = ParallelDims.from_config(run).build_mesh(clock.device.type)
-    return _materialised(build_on_meta(run, mesh, clock.device).model, run, clock)
-
-
-def _materialised(model: Decoder, run: Trainer.Config, clock: Clock) -> Decoder:
-    model.to_empty(device=clock.device)
-    initialise(model, run.training.seed, clock.device)
-    return model
+    found = deepcopy(run)
+    found.activation_checkpoint.mode = "selective"
+    return found

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F  # noqa: N812, torch's own name for it
 
-from harness.ledger.hardware import Attention, Direction, DType, Layout, MatrixProduct, Sustained
+from harness.ledger.hardware import Attention, Direction, DType, Layout, MatrixProduct
 from harness.trainer.build import DTYPES
 from harness.workloads.calibration.clock import Clock, Operation
 from harness.workloads.calibration.sizes import Linear, Shape, Sizes
-
-SQUARE = 4096
-SUSTAINED_S = 4.0
-SUSTAINED_PRODUCTS = 200
-"""Before the host looks at the clock: about 40 ms, beside which the moment in which the device rests does not count."""
 
 
 def matrix_products(clock: Clock, sizes: Sizes) -> list[MatrixProduct]:
@@ -79,23 +72,6 @@ def _of_a_shape(clock: Clock, dtype: DType, shape: Shape) -> Iterator[Attention]
     for direction, operation in operations.items():
         taken = clock.measure(operation)
         yield Attention(dtype=dtype, direction=direction, **asdict(shape), ns=taken.ns, spread_pct=taken.spread_pct)
-
-
-def sustained(clock: Clock) -> list[Sustained]:
-    """On every rank at once, as in a step: GPUs of one host share what cools and feeds them."""
-    a, b = (_random(clock, "bfloat16", SQUARE, SQUARE) for _ in range(2))
-    rested = clock.measure(lambda: torch.mm(a, b)).ns
-    times, began = [], time.monotonic()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    while (seconds := time.monotonic() - began) < SUSTAINED_S:
-        begin.record()
-        for _ in range(SUSTAINED_PRODUCTS):
-            torch.mm(a, b)
-        end.record()
-        end.synchronize()
-        times.append((seconds, begin.elapsed_time(end) * 1e6 / SUSTAINED_PRODUCTS))
-    last = statistics.mean(ns for when, ns in times if when > SUSTAINED_S - 1)
-    return [Sustained(factor=round(last / rested, 4), seconds=SUSTAINED_S)]
 
 
 def _random(clock: Clock, dtype: DType, *shape: int) -> torch.Tensor:

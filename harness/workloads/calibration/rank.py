@@ -25,7 +25,7 @@ from harness.record.provenance import versions
 from harness.record.throughput import datasheet_peak
 from harness.trainer.trainer import abandoned_collectives, local_device, process_group
 from harness.worker import prepare
-from harness.workloads.calibration import collectives, host, kernels, memory, operators
+from harness.workloads.calibration import collectives, host, kernels, memory, operators, sustained
 from harness.workloads.calibration.clock import Clock
 from harness.workloads.calibration.sizes import Sizes, sizes
 
@@ -72,7 +72,7 @@ def measure(section: str, clock: Clock, chosen: Sizes, context: int) -> list[Any
     if section == "kernels":
         return list(kernels.kernels(clock, chosen))
     if section == "sustained":
-        return list(operators.sustained(clock))
+        return list(sustained.sustained(clock))
     if section == "host":
         return list(host.host(clock, chosen))
     if section == "collectives":

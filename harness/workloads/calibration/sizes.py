@@ -62,6 +62,7 @@ _GPU = Sizes(
     float32_tokens=(256, 4096),
     float32_linears=((256, 256), (2048, 2048), (8192, 2048)),
     attention=(
+        _causal(1, 64, 8, 8, 16),
         _causal(1, 512, 32, 8, 64),
         _causal(1, 2048, 32, 8, 64),
         _causal(2, 2048, 32, 8, 64),
@@ -70,7 +71,10 @@ _GPU = Sizes(
         _causal(1, 8192, 32, 8, 64),
         _causal(2, 8192, 32, 8, 64),
         _causal(2, 8192, 16, 4, 64),
+        _causal(1, 512, 32, 8, 128),
         _causal(1, 2048, 32, 8, 128),
+        _causal(1, 4096, 32, 8, 128),
+        _causal(2, 4096, 32, 8, 128),
         _causal(1, 8192, 32, 8, 128),
         _causal(1, 8192, 8, 1, 128),
         Shape(batch=2, queries=2048, keys=4096, heads=32, kv_heads=8, head_dim=64, causal=False),

@@ -77,7 +77,7 @@ class UnitWork:
             elements = parameter.rows * parameter.columns
             if element != 4:
                 self._copies("narrow", (4 + element) * elements, each)
-            self._copies("elementwise", 2 * element * elements, each)
+            self._copies("elementwise", 2 * element * elements, each, is_copy=True)
         program.busy(host_ns)
 
     def keep_gradient(self, parameter: Parameter, *, adds: bool) -> None:
@@ -104,8 +104,8 @@ class UnitWork:
         program.wait_stream(REDUCE_SCATTER, COMPUTE)
         last = REDUCE_SCATTER
         if shared.shards == 1:
-            for _ in range(2):  # divided, then copied
-                self._copies("elementwise", 2 * wide * elements, host_ns, stream=last)
+            for is_copy in (False, True):  # divided, then copied
+                self._copies("elementwise", 2 * wide * elements, host_ns, stream=last, is_copy=is_copy)
         self._sends("reduce_scatter", program.fsdp_axis, "gradients", wide * elements, last, host_ns)
         shared.reduced = program.record(last)
         if program.sizes["dp_replicate"] > 1:
@@ -121,8 +121,12 @@ class UnitWork:
     def finalize(self) -> None:
         self._shared.program.wait(self._done)
 
-    def _copies(self, kind: KernelKind, size: int, host_ns: int, *, stream: str = COMPUTE) -> None:
-        self._shared.program.moves(kind, "copies of FSDP2", size, stream=stream, host_ns=host_ns, part=self._part)
+    def _copies(
+        self, kind: KernelKind, size: int, host_ns: int, *, stream: str = COMPUTE, is_copy: bool = False
+    ) -> None:
+        self._shared.program.moves(
+            kind, "copies of FSDP2", size, stream=stream, host_ns=host_ns, part=self._part, is_copy=is_copy
+        )
 
     def _sums(self, kind: KernelKind, size: int, stream: str = COMPUTE) -> None:
         self._shared.program.moves(kind, "sums of gradients", size, stream=stream, part=self._part)

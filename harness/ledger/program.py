@@ -120,13 +120,15 @@ class Program:
         stream: str = COMPUTE,
         host_ns: int | None = None,
         part: str | None = None,
+        is_copy: bool = False,
     ) -> None:
-        """A kernel that moves `size` bytes; `part` of the model, if not that which the replay is at."""
+        """A kernel that moves `size` bytes; `part` of the model, if not that which the replay is at. `is_copy`: a
+        memory operation, which takes as long."""
         key = kind, size
         if key not in self._costs:
             self._costs[key] = self.hardware.kernel_ns(kind, size)
         if size:
-            self._issue(what, self._costs[key], stream=stream, host_ns=host_ns, part=part)
+            self._issue(what, self._costs[key], stream=stream, host_ns=host_ns, part=part, is_copy=is_copy)
 
     def product(self, shape: tuple[str, str, str], layout: Layout) -> None:
         """Of a linear layer whose input, matrix and output have these elements."""
@@ -172,9 +174,10 @@ class Program:
         part: str | None = None,
         fills: bool = False,
         is_dense: bool = False,
+        is_copy: bool = False,
     ) -> None:
         host_ns = self._operator_ns() if host_ns is None else host_ns
-        self.items.append(Kernel(stream, ns, host_ns, self._line(what, part), fills, is_dense))
+        self.items.append(Kernel(stream, ns, host_ns, self._line(what, part), fills, is_dense, is_copy))
 
     # ------------------------------------------------------------------------------------------------- collectives
 

@@ -38,8 +38,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`fills`: its blocks occupy the whole device until they are done. `is_dense`: tensor cores do it. `host_ns`:
-    before it is issued."""
+    """`fills`: its blocks occupy the whole device until they are done. `is_dense`: tensor cores do it. `is_copy`: a
+    memory operation, which counts as no computation. `host_ns`: before it is issued."""
 
     stream: str
     ns: int
@@ -47,6 +47,7 @@ class Kernel:
     line: int
     fills: bool = False
     is_dense: bool = False
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,8 @@ class _Rank:
             end = start + kernel.ns
             self._beside.append((start, end, SHARED_BANDWIDTH))
         self._free[kernel.stream] = end
-        self.timeline.compute.append((start, end))
+        if not kernel.is_copy:
+            self.timeline.compute.append((start, end))
 
     def _beside_others(self, start: int, ns: float) -> int:
         """When a kernel ends that takes `ns` alone."""

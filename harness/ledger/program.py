@@ -144,7 +144,7 @@ class Program:
                 "weight_gradient": (o, i, tokens),
             }[layout]
             self._costs[key] = self.hardware.matmul_ns(self.dtype, m, n, k, layout)
-        self._issue(PRODUCTS, self._costs[key], fills=True, is_dense=True)
+        self._issue(PRODUCTS, self._costs[key], fills=True)
 
     def attention(self, *, backward: bool, queries: float = 1.0, keys: float = 1.0, causal: bool = True) -> None:
         """Of this share of a rank's queries and keys."""
@@ -162,7 +162,7 @@ class Program:
                 head_dim=value["hd"],
                 causal=causal,
             )
-        self._issue("attention kernels", self._costs[key], is_dense=True)
+        self._issue("attention kernels", self._costs[key])
 
     def _issue(
         self,
@@ -173,11 +173,10 @@ class Program:
         host_ns: int | None = None,
         part: str | None = None,
         fills: bool = False,
-        is_dense: bool = False,
         is_copy: bool = False,
     ) -> None:
         host_ns = self._operator_ns() if host_ns is None else host_ns
-        self.items.append(Kernel(stream, ns, host_ns, self._line(what, part), fills, is_dense, is_copy))
+        self.items.append(Kernel(stream, ns, host_ns, self._line(what, part), fills, is_copy))
 
     # ------------------------------------------------------------------------------------------------- collectives
 

@@ -10,8 +10,8 @@ The rules of CUDA streams and of NCCL, in one pass over what every host issues, 
   room until they are done.
 - What runs beside each other takes longer, by measured factors: a kernel for as long as it has company, a collective by
   the share of it that has. Which share is known from the pass before.
-- Tensor cores that are busy for much of a step slow down: by a measured factor of the share of the step, which is known
-  from the pass before, too.
+- A device that rests little slows down: by a measured factor of the share of the step in which it computes, which is
+  known from the pass before, too.
 
 Times are integer nanoseconds from the moment at which the step begins, when device and host have nothing left to do.
 """
@@ -38,15 +38,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`fills`: its blocks occupy the whole device until they are done. `is_dense`: tensor cores do it. `is_copy`: a
-    memory operation, which counts as no computation. `host_ns`: before it is issued."""
+    """`fills`: its blocks occupy the whole device until they are done. `is_copy`: a memory operation, which
+    counts as no computation. `host_ns`: before it is issued."""
 
     stream: str
     ns: int
     host_ns: int
     line: int
     fills: bool = False
-    is_dense: bool = False
     is_copy: bool = False
 
 
@@ -119,16 +118,15 @@ def simulate(
 ) -> list[Timeline]:
     """The timelines of ranks that work together; raises `DeadlockError`.
 
-    `sustained`: how many times as long dense kernels take on a device of which they occupy this share of the time.
+    `sustained`: how many times as long kernels take on a device that computes for this share of the time.
     """
     shares: list[list[float]] = [[] for _ in programs]
     factors = [1.0] * len(programs)
-    dense_ns = [sum(item.ns for item in items if isinstance(item, Kernel) and item.is_dense) for items in programs]
     for _ in range(PASSES):
         timelines = _pass(programs, shares, factors)
         end = max((timeline.end for timeline in timelines), default=0) or 1
         found = [_shares(timeline) for timeline in timelines]
-        slowed = [sustained(min(1.0, ns * factor / end)) for ns, factor in zip(dense_ns, factors, strict=True)]
+        slowed = [sustained(total_ns(timeline.compute) / end) for timeline in timelines]
         if found == shares and slowed == factors:
             break
         shares, factors = found, slowed
@@ -203,7 +201,7 @@ class _Rank:
     def _kernel(self, kernel: Kernel) -> None:
         start = max(self._host, self._free.get(kernel.stream, 0))
         if kernel.stream == COMPUTE:
-            end = self._beside_others(start, kernel.ns * self._factor if kernel.is_dense else kernel.ns)
+            end = self._beside_others(start, kernel.ns * self._factor)
             if kernel.fills:
                 self._filled.append((start, end))
         else:

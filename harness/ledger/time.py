@@ -10,9 +10,8 @@ included. What cannot be predicted is null, and `notes` say why.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from statistics import mean
 from typing import Any
 
@@ -125,7 +124,12 @@ def predict_time(
         programs = _programs(config, target, hardware, implementation or Implementation())
     except UnmeasuredError as error:
         return Time(hardware=name, notes=[f"no time: {error}"])
-    timelines = simulate([program.items for program in programs], _slowed(hardware))
+
+    def sustained(busy_share: float) -> float:
+        """Measured of a device that never rests, and of one that has rested."""
+        return 1 + (hardware.sustained_factor - 1) * busy_share
+
+    timelines = simulate([program.items for program in programs], sustained)
     step_ns = max(timeline.end for timeline in timelines)
     ranks = [_rank(config, *of, step_ns) for of in zip(programs, timelines, strict=True)]
     shares = [rank.overlap_pct for rank in ranks if rank.overlap_pct is not None]
@@ -145,20 +149,6 @@ def predict_time(
         ranks=ranks,
         notes=_notes(programs, hardware),
     )
-
-
-def _slowed(hardware: Hardware) -> Callable[[float], float]:
-    """How many times as long tensor cores take that are busy for a share of the time: linear between what was measured,
-    and as long as they take after a rest where they are never busy."""
-    points = [(0.0, 1.0), *sorted((getattr(one, "busy_share", 1.0), one.factor) for one in hardware.sustained)]
-
-    def factor(share: float) -> float:
-        for (before, low), (after, high) in pairwise(points):
-            if share <= after:
-                return low + (high - low) * (share - before) / (after - before)
-        return points[-1][1]
-
-    return factor
 
 
 def _out_of_reach(config: Trainer.Config) -> list[str]:

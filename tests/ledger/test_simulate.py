@@ -111,6 +111,20 @@ def test_company_takes_longer() -> None:
     assert spans(alone(later, kernel(500))) == [(0, 150)]
 
 
+def test_a_device_that_rests_little_slows_down() -> None:
+    """By half of what it would lose without a rest, where it computes half of the time."""
+    busy, resting = kernel(100), Work(100)
+    (timeline,) = simulate([[busy, Synchronise(COMPUTE), resting]], lambda share: 1 + 0.1 * share)
+    assert timeline.end == pytest.approx(100 * 1.05 + 100, rel=0.01)
+    (never,) = simulate([[busy]], lambda share: 1 + 0.1 * share)
+    assert never.end == 110
+
+
+def test_memory_operations_compute_nothing() -> None:
+    copies = Kernel(COMPUTE, 10, 0, 0, is_copy=True)
+    assert alone(copies, kernel(5)).compute == [(10, 15)]
+
+
 def test_kernels_beside_the_compute_stream_take_half_of_the_memory() -> None:
     timeline = alone(kernel(40, stream="copies"), kernel(100))
     assert timeline.compute == [(0, 120)]

@@ -107,8 +107,8 @@ def calibrate(choice: Choice, start: Start, world_size: int, directory: Path, *,
     left = [section for section in SECTIONS if section not in absent | missing]
     points: dict[str, list[Any]] = {}  # of the sections' dataclasses in harness.ledger.hardware
     machine: dict[str, Any] = {}
-    expected = len(missing)
     starts = barren = 0
+    has_failed = False
     while left:
         place = directory / f"start{starts}"
         starts += 1
@@ -122,12 +122,13 @@ def calibrate(choice: Choice, start: Start, world_size: int, directory: Path, *,
             try:
                 points[section] = _points(place, section)
             except msgspec.ValidationError as error:  # a figure that no machine has
-                missing[section] = f"its points cannot be: {error}"
+                missing[section], has_failed = f"its points cannot be: {error}", True
         left, barren = left[len(done) :], 0 if done else barren + 1
         if left:
             reason = status.reason or "its ranks ended before it"
             lost = left if barren > 1 else left[:1]  # what fails twice in a row is no matter of the section
             missing |= dict.fromkeys(lost, reason)
+            has_failed = True
             tell(f"{', '.join(lost)}: failed: {reason}")
             left = left[len(lost) :]
     if points:
@@ -136,7 +137,7 @@ def calibrate(choice: Choice, start: Start, world_size: int, directory: Path, *,
     return Measured(
         hardware=_assembled(choice, world_size, machine, points, absent | missing),
         missing=missing,
-        has_failed=len(missing) > expected,
+        has_failed=has_failed or STEPS in missing,
     )
 
 
@@ -185,9 +186,9 @@ def _whole_steps(
 
 
 def _name_absent_host_costs(costs: list[HostCost], world_size: int, missing: dict[str, str]) -> None:
-    """Where the section itself did not fail."""
+    """Those that no failure explains."""
     absent = sorted(set(get_args(HostKind)) - {cost.kind for cost in costs})
-    if absent and "host" not in missing:
+    if absent and "host" not in missing and STEPS not in missing:
         why = "they need two ranks (--nproc 2)" if world_size == 1 else "lost in this machine's noise"
         missing[f"host: {', '.join(absent)}"] = why
 

@@ -354,7 +354,7 @@ class Hardware:
         return min(measured, key=lambda count: (abs(count - ranks), -count))
 
     def _unmeasured(self, section: str, what: str) -> UnmeasuredError:
-        why = self.unmeasured.get(section)
+        why = next((why for name, why in self.unmeasured.items() if name.partition(":")[0] == section), None)
         return UnmeasuredError(
             f"the calibration of {self.provenance.device} has no {what}" + (f": {why}" if why else "")
         )

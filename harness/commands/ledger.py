@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help="calibration that times are predicted with: a shipped one, a file of meshscope calibrate, or none "
-        "(default: the shipped one of the recording's device, else of GPUs; none for CPUs)",
+        help="calibration that the time of a step on GPUs is predicted with: a shipped one, a file of meshscope "
+        "calibrate, or none (default: the shipped one of the recording's device, without a recording h200)",
     )
     add_json_argument(parser)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.compare.measured import Measured
 from harness.config import Trainer
-from harness.ledger.hardware import fitting, load, shipped
+from harness.ledger.hardware import fitting, load
 from harness.ledger.operators import Target
 from harness.ledger.time import ComparedTime, Time, predict_time
 from harness.recording import Recording
@@ -16,6 +16,8 @@ from harness.text import printable
 
 COMPARABLE = ("real", "cpu")
 """Modes whose times are those of ranks that have what they run on for themselves."""
+DEFAULT = "h200"
+"""The calibration that a GPU run is predicted with of which no recording says the device."""
 FROM_TRACES = ("compute_ns", "comm_ns", "exposed_ns", "overlap_pct")
 
 
@@ -33,7 +35,7 @@ def time_of(
         recording = measured.recording if measured is not None else None
         hardware, lacks = _shipped_for(target, _devices(recording) if recording is not None else set())
         if hardware is None:
-            return Time(notes=[f"no time: {lacks}; meshscope calibrate makes one for --hardware"])
+            return Time(notes=[f"no time: {lacks}"])
     time = predict_time(config, target, load(hardware), name=hardware)
     if measured is not None:
         put_time_beside(time, measured)
@@ -43,11 +45,11 @@ def time_of(
 def _shipped_for(target: Target, devices: Collection[str]) -> tuple[str | None, str]:
     """The name of a shipped calibration; without one, why there is none."""
     if target != "cuda":
-        return None, "no calibration of CPUs is shipped"
+        return None, "times of CPUs are not predicted"
     for device in sorted(devices):
         name = fitting(device)
-        return name, f"no calibration of {printable(device)} is shipped"
-    return shipped()[0], ""
+        return name, f"no calibration of {printable(device)} is shipped; meshscope calibrate makes one for --hardware"
+    return DEFAULT, ""
 
 
 def _devices(recording: Recording) -> set[str]:

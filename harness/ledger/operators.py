@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from harness.ledger.autograd import Gradient, Graph, Tensor
-from harness.ledger.hardware import UnmeasuredError
 from harness.ledger.recompute import Result
 from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
@@ -77,6 +76,10 @@ class Operators:
         """A kernel that reads and writes these bytes an element of these elements; none where that is nothing."""
         if self.program is not None:
             self.program.kernel(kind, what, *terms)
+
+    def attends(self, *, backward: bool) -> None:
+        if self.program is not None:
+            self.program.attention(backward=backward)
 
     def multiplies(self, shape: tuple[str, str, str], layout: Layout) -> None:
         if self.program is not None:
@@ -262,8 +265,7 @@ class Operators:
         e = self.e
 
         def attend() -> tuple[Storage, Storage]:
-            if self.program is not None:
-                self.program.attention(backward=False)
+            self.attends(backward=False)
             return self.new(category, e, "T·d/t"), self.new(category, 4, "T·H/t")
 
         attended, rows = self.kept(attend)
@@ -271,8 +273,7 @@ class Operators:
         saved = q.storage, k.storage, v.storage, rows, out.storage
 
         def backward(gradient: Gradient, saved: tuple[Storage, ...] = saved) -> list[Gradient]:
-            if self.program is not None:
-                self.program.attention(backward=True)
+            self.attends(backward=True)
             gradients = [self.gradient(e, heads, is_view=True) for heads in ("T·d/t", "T·kv/t", "T·kv/t")]
             if self.target == "cuda":
                 self.attention_workspace()
@@ -289,8 +290,7 @@ class Operators:
         first. Both were settled by one measurement (H200, torch 2.11, FSDP8, 4 layers): without the product backward
         is one matrix short, and with the copy that `_safe_softmax` of other versions makes forward is one too many.
         """
-        if self.program is not None:
-            raise UnmeasuredError("attention without a fused kernel (float32, fewer key than query heads) is not timed")
+        self.attends(backward=False)
         e, heads, matrix = self.e, "T·d/t", "T·S·H/t"
         scaled_q = self.new(category, e, heads)
         ones = self.new(category, 1, "S·S")
@@ -314,6 +314,7 @@ class Operators:
         del scaled_q, scaled_k, repeated_v, probabilities
 
         def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient]:
+            self.attends(backward=True)
             scaled_q, scaled_k, repeated_v, probabilities = saved
             self.graph.release(saved)
             to_repeated_v = self.gradient(e, heads)

@@ -118,7 +118,7 @@ def predict_time(
     implementation: Implementation | None = None,
 ) -> Time:
     """`config` is valid; `name`: what the hardware is called by."""
-    if reasons := _out_of_reach(config):
+    if reasons := _out_of_reach(config, target, hardware):
         return Time(hardware=name, notes=[f"no time: {reason}" for reason in reasons])
     try:
         programs = _programs(config, target, hardware, implementation or Implementation())
@@ -151,8 +151,12 @@ def predict_time(
     )
 
 
-def _out_of_reach(config: Trainer.Config) -> list[str]:
+def _out_of_reach(config: Trainer.Config, target: Target, hardware: Hardware) -> list[str]:
     training, found = config.training, []
+    if target == "cpu":
+        found.append("on a CPU the host itself computes, which is not simulated")
+    elif hardware.provenance.mode == "cpu":
+        found.append("the calibration is of a CPU")
     if config.compile.blocks or config.compile.loss:
         found.append("what compiled layers fuse is not timed")
     if config.float8.recipe != "none":

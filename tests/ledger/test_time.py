@@ -180,6 +180,14 @@ def test_what_is_out_of_reach_is_null_and_said(config: Trainer.Config, reason: s
     assert any(note.startswith("no time: ") and reason in note for note in time.notes)
 
 
+def test_cpus_are_out_of_reach() -> None:
+    of_a_cpu = replace(countable(), provenance=replace(countable().provenance, mode="cpu"))
+    for target, hardware, reason in (("cpu", countable(), "the host itself"), ("cuda", of_a_cpu, "is of a CPU")):
+        time = predict_time(run_of(2), target, hardware)  # type: ignore[arg-type]
+        assert time.step_ns is None
+        assert reason in time.notes[0]
+
+
 def test_ranks_that_were_not_measured_are_extrapolated_and_said() -> None:
     hardware = replace(countable(), collectives=[one for one in countable().collectives if one.ranks == 2])
     (note,) = predict_time(run_of(4), "cuda", hardware).notes
@@ -206,7 +214,7 @@ def test_the_command_says_which_hardware(capsys: pytest.CaptureFixture[str]) -> 
     assert (without["hardware"], without["step_ns"], without["ranks"]) == (None, None, [])
     on_cpu = printed(capsys, "--json", "--target", "cpu")["time"]
     assert on_cpu["step_ns"] is None
-    assert "no calibration of CPUs" in on_cpu["notes"][0]
+    assert on_cpu["notes"] == ["no time: times of CPUs are not predicted"]
 
 
 def test_hardware_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

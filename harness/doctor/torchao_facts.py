@@ -3,6 +3,12 @@ own, which may end in any way."""
 
 import json
 
-import torchao.float8
 
-print(json.dumps({"version": torchao.__version__}))
+def main() -> None:
+    import torchao.float8
+
+    print(json.dumps({"version": torchao.__version__}))
+
+
+if __name__ == "__main__":
+    main()

@@ -188,9 +188,11 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sustained:
-    """How many times as long layers of Llama 3.2 1B take, forward and backward one after the other, once a device has
-    not rested for `seconds`, as after a rest; before points it rests."""
+    """How many times as long as after a rest, which it has before points, a device takes once it has not rested for
+    `seconds`: for `products` of 4096 rows and columns, the most power it can be given to use, or for `layers` of Llama
+    3.2 1B, forward and backward."""
 
+    kind: Literal["products", "layers"] = "products"
     factor: Factor
     seconds: Rate
 
@@ -221,7 +223,6 @@ class Hardware:
     overlaps: list[Overlap] = field(default_factory=list)
     outside_memory: list[OutsideMemory] = field(default_factory=list)
     sustained: list[Sustained] = field(default_factory=list)
-    """One, where it was measured."""
     unmeasured: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -336,8 +337,9 @@ class Hardware:
 
     @property
     def sustained_factor(self) -> float:
-        """How many times as long a device takes that never rests; 1 where that was not measured."""
-        return self.sustained[0].factor if self.sustained else 1.0
+        """How many times as long products take on a device that does nothing else, without a rest; 1 where that was not
+        measured."""
+        return next((one.factor for one in self.sustained if one.kind == "products"), 1.0)
 
     @cached_property
     def _kernels(self) -> dict[str, list[tuple[int, int]]]:
@@ -422,7 +424,7 @@ _KEYS = {
     "collectives": ("kind", "ranks", "bytes"),
     "overlaps": ("kind", "ranks"),
     "outside_memory": ("kind", "ranks", "group"),
-    "sustained": (),
+    "sustained": ("kind",),
 }
 """What tells the points of a section apart."""
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)

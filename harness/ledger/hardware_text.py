@@ -113,7 +113,7 @@ def _overlaps(hardware: Hardware) -> list[str]:
     rows = [[o.kind, f"{o.ranks}", f"{o.compute_factor:.2f}", f"{o.collective_factor:.2f}"] for o in hardware.overlaps]
     lines = table(["collective", "ranks", "products", "collective"], rows) if rows else []
     for one in hardware.sustained:
-        lines.append(f"  on a device that has not rested for {one.seconds:g} s: layers {one.factor:.3f}")
+        lines.append(f"  on a device that has not rested for {one.seconds:g} s: {one.kind} {one.factor:.3f}")
     return lines
 
 

@@ -51,6 +51,8 @@ try:
         wait_for_ever()
     elif scenario == "rank 1 is killed":
         if rank == 1:
+            while not recording.steps_path(directory, 0).exists():  # else the other may never begin
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for_ever()
     elif scenario == "rank 1 gives up":

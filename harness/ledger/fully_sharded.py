@@ -24,7 +24,7 @@ from harness.ledger.autograd import ACCUMULATE_GRAD, Gradient, Graph, Node, Tens
 from harness.ledger.fully_sharded_work import ShardingWork, UnitWork
 from harness.ledger.layout import Parameter
 from harness.ledger.sizes import Quantities
-from harness.ledger.tape import ALL_GATHER, ALL_REDUCE, COMPUTE, REDUCE_SCATTER, Storage, Tape
+from harness.ledger.tape import ALL_GATHER, ALL_REDUCE, COMPUTE, REDUCE_SCATTER, Storage, Tape, of_root
 
 if TYPE_CHECKING:
     from harness.ledger.program import Program
@@ -42,11 +42,13 @@ class Sharding:
         reduce_element: int,
         replicated: bool,
         async_unshard: bool,
+        root: int = 0,
         host: Tape | None = None,
     ) -> None:
-        """host: where shards and what belongs to them are with CPU offload."""
+        """root: which of the rank's FSDP2 roots this is; host: where shards and what belongs to them are with CPU
+        offload."""
         self.tape, self.quantities, self.replicated, self.async_unshard = tape, quantities, replicated, async_unshard
-        self.host = host
+        self.root, self.host = root, host
         self.element, self.reduce_element = element, reduce_element
         self.shards = quantities.values["W"]
         self.units: list[Unit] = []
@@ -78,7 +80,8 @@ class Sharding:
         stream: int = COMPUTE,
         parts: Sequence[int] | None = None,
     ) -> Storage:
-        return self.tape.allocate(category, self.quantities.size(coefficient, monomial), stream=stream, parts=parts)
+        size = self.quantities.size(coefficient, monomial)
+        return self.tape.allocate(category, size, stream=of_root(self.root, stream), parts=parts)
 
     def new_resident(
         self,
@@ -129,6 +132,7 @@ class Unit:
         self.parameters = parameters
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        self.first_place = sum(len(unit.parameters) for unit in sharding.units)
         sharding.units.append(self)
         self.shard: Storage
         self.sharded_gradients: dict[str, Storage] = {}
@@ -148,14 +152,15 @@ class Unit:
 
     def tensors(self) -> dict[str, Tensor]:
         """The unsharded parameters as leaves; their gradients come to this unit."""
-        return {p.name: Tensor(self.shard, self._accumulate_grad(p.name)) for p in self.parameters}
+        places = enumerate(self.parameters, self.first_place)
+        return {p.name: Tensor(self.shard, self._accumulate_grad(p.name, place)) for place, p in places}
 
-    def _accumulate_grad(self, name: str) -> Node:
+    def _accumulate_grad(self, name: str, place: int) -> Node:
         def accumulate(gradient: Gradient) -> list[Gradient | None]:
             self.gradients.setdefault(name, Gradient(gradient.storage))  # one that is there is added to in place
             return []
 
-        return Node(ACCUMULATE_GRAD, (), accumulate, None, is_weight=True)
+        return Node(ACCUMULATE_GRAD, (), accumulate, None, weight=place)
 
     def pre_forward(self) -> None:
         self._gather()

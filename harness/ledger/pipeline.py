@@ -80,7 +80,6 @@ class PipelineStep:
                 micro_batches=pipeline.micro_batches,
                 is_last=number == len(pipeline.parts) - 1,
             )
-            first.units = step.units
         assert first is not None, "a rank without a stage is refused"
         first.initialise()
         self.first = first

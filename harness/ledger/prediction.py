@@ -20,7 +20,7 @@ from harness.ledger.compiled import compilation_notes
 from harness.ledger.layout import MEANINGS, quantities
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
-from harness.ledger.reserved import STEPS, StreamPool, not_predicted, pools
+from harness.ledger.reserved import GROWS, STEPS, StreamPool, not_predicted, pools
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Instant, Line
 from harness.ledger.time import Time
@@ -220,7 +220,7 @@ def _memory(step: Step | PipelineStep, rank: int, *, reserved: bool) -> RankMemo
     first, grown = step.tape.peak(), step.tape.reserved_bytes
     step.run()
     steps = 2
-    while reserved and step.tape.reserved_bytes > grown and steps < STEPS:
+    while reserved and step.tape.reserved_bytes > GROWS * grown and steps < STEPS:
         grown = step.tape.reserved_bytes
         step.run()
         steps += 1

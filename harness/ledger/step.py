@@ -113,6 +113,7 @@ class Step:
             reduce_element=DTYPE_BYTES[config.training.mixed_precision_reduce],
             replicated=config.parallelism.dp_replicate > 1,
             async_unshard=config.parallelism.fsdp_async_unshard,
+            root=0 if beside is None else len(beside.stages),
             host=self.host if config.training.cpu_offload else None,
         )
         # The gradients of a tied matrix meet in autograd, in the form of the head's, unless that has its own backward.
@@ -146,15 +147,20 @@ class Step:
         # `to_empty` goes from module to module, and makes a tied matrix twice.
         for unit in [self.embedding, *units] if self.tied and self.embedding else units:
             unit.materialise()
-        self.units: list[Unit] = [*(beside.units if beside else []), *units]
+        # Of the rank: the stages after this one add themselves.
+        self.stages: list[Step] = beside.stages if beside else []
+        self.stages.append(self)
         self.rotary: Storage = beside.rotary if beside else self.ops.new("rotary table", 4, "S·hd")
         if part is None:
             self.initialise()
 
+    def units(self) -> list[Unit]:
+        return [unit for stage in self.stages for unit in stage.sharding.units]
+
     def initialise(self) -> None:
         """Parameters get their values, once all of the rank's are there."""
         shards = self.sharding.shards
-        matrices = [p for unit in self.units for p in unit.parameters if not p.name.endswith("norm")]
+        matrices = [p for unit in self.units() for p in unit.parameters if not p.name.endswith("norm")]
         if self.ops.target == "cuda":
             shapes = [(p.local(shards, self.shard_rank) // p.columns, p.columns) for p in matrices]
             fill_normal(self.tape, shapes)
@@ -363,7 +369,7 @@ class Step:
         new = self.sharding.new_resident
         if self.program is not None:
             self.program.update(self.optimizer)
-        shards = [4 * p.local(self.sharding.shards, self.shard_rank) for unit in self.units for p in unit.parameters]
+        shards = [4 * p.local(self.sharding.shards, self.shard_rank) for unit in self.units() for p in unit.parameters]
         if self.ops.target == "cuda" and self.sharding.host is None:
             chunks = -(-max(shards) // NORM_CHUNK_BYTES)
             self.ops.workspace((4 * chunks, "tensors"))

@@ -15,8 +15,18 @@ from harness.ledger.sizes import Size, as_formula
 
 COMPUTE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = range(4)
 """Streams: that on which an allocation is made has the pool that serves it and takes it back. The last three are
-FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:FSDPCommContext; all-gather: its copy-in stream)."""
+FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:FSDPCommContext; all-gather: its copy-in stream), and
+every root has its own (`of_root`)."""
 STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce")
+
+
+def of_root(root: int, stream: int) -> int:
+    """The stream of one of several FSDP2 roots; they have the compute stream in common."""
+    return stream + root * ALL_REDUCE if stream else stream
+
+
+def stream_name(stream: int) -> str:
+    return STREAMS[(stream - 1) % ALL_REDUCE + 1] if stream else STREAMS[COMPUTE]
 
 
 @dataclass(slots=True)
@@ -26,8 +36,8 @@ class Instant:
     name: str
     bytes: int
     categories: dict[str, int] = field(default_factory=dict)
-    streams: tuple[int, ...] = ()
-    """Those of the blocks of each stream, if there is an allocator."""
+    streams: dict[int, int] = field(default_factory=dict)
+    """Those of the blocks of each stream."""
 
 
 @dataclass(slots=True)
@@ -70,7 +80,7 @@ class Tape:
     def __init__(self, allocator: Allocator | None = None) -> None:
         self.allocator = allocator
         self.total = 0
-        self.in_stream = [0] * len(STREAMS)
+        self.in_stream: Counter[int] = Counter()
         self.bytes_of: Counter[str] = Counter()
         self.terms_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.start_step()
@@ -91,7 +101,7 @@ class Tape:
     def instant(self, name: str) -> None:
         """What follows belongs to `name`."""
         self._note_instant()
-        self.now = Instant(name, self.total, dict(self.bytes_of), tuple(self.in_stream))
+        self.now = Instant(name, self.total, dict(self.bytes_of), dict(self.in_stream))
         self.instants.append(self.now)
 
     def resume(self, instant: Instant) -> None:
@@ -140,7 +150,7 @@ class Tape:
 
     def _note_instant(self) -> None:
         if self.is_highest and self.now is not None:
-            self.now.categories, self.now.streams = dict(self.bytes_of), tuple(self.in_stream)
+            self.now.categories, self.now.streams = dict(self.bytes_of), dict(self.in_stream)
             self.is_highest = False
 
     def _note_category(self, category: str) -> None:

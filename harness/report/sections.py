@@ -273,9 +273,10 @@ def predicted(report: Report) -> list[Html]:
         ]
         for rank in prediction.ranks[:RANKS_LISTED]
     ]
-    caption = f"Peaks from the second step on, target {prediction.target}"
-    also = ["reserved", "measured", "error"] if reserves else []
-    headers = ["rank", "allocated", "measured", "error", *also, "predicted at"]
+    what = "Allocated and reserved peaks" if reserves else "Allocated peak"
+    caption = f"{what} from the second step on, target {prediction.target}"
+    of, also = ("allocated", ["reserved", "measured", "error"]) if reserves else ("predicted", [])
+    headers = ["rank", of, "measured", "error", *also, "predicted at"]
     body = [table(headers, rows, caption=caption)]
     for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):
         alike = list(group)

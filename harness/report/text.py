@@ -240,8 +240,9 @@ def _ledger(report: Report) -> Iterator[str]:
         if report.not_predicted:
             yield f"No prediction: {report.not_predicted}"
         return
-    yield f"Ledger: peaks from the second step on, predicted for {prediction.target} and measured"
     reserves = any(rank.peak_reserved_bytes is not None for rank in prediction.ranks)
+    what = "allocated and reserved peaks" if reserves else "allocated peak"
+    yield f"Ledger: {what} from the second step on, predicted for {prediction.target} and measured"
     rows = [
         [
             str(rank.rank),
@@ -254,8 +255,8 @@ def _ledger(report: Report) -> Iterator[str]:
         for rank in prediction.ranks
         if report.mode != "rehearsal" or rank.measured_peak_allocated_bytes is not None
     ]
-    also = ["reserved", "measured", "error"] if reserves else []
-    yield from table(["rank", "allocated", "measured", "error", *also, " at"], rows, last_left=True)
+    of, also = ("allocated", ["reserved", "measured", "error"]) if reserves else ("predicted", [])
+    yield from table(["rank", of, "measured", "error", *also, " at"], rows, last_left=True)
     if report.mode == "rehearsal":
         yield from _stood_for(prediction)
     for _, group in groupby(prediction.ranks, key=lambda rank: rank.alike_rank):

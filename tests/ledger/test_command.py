@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from harness.config_json import to_dict
 from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError, UsageError
 from harness.ledger import predict
 from harness.recipes.debug import tiny
-from harness.recording import manifest_path, steps_path, write_json
+from harness.recording import manifest_path, rank_path, steps_path, write_json
 
 
 def run(*words: str, overrides: tuple[tuple[str, str], ...] = ()) -> int:
@@ -73,6 +74,57 @@ def test_against(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert rank["error_pct"] == pytest.approx(100 * (expected / 10_000_000 - 1))
     assert run("--against", str(recording)) == EXIT_OK
     assert f"prediction off by {100 * (expected / 10_000_000 - 1):+.2f} %" in capsys.readouterr().out
+
+
+def reserving(directory: Path, **environment: str) -> Path:
+    """A recording of `tiny` on GPUs, which reserve 64 MiB in the first step and 100 MiB from the second on."""
+    tree = to_dict(tiny())
+    tree["training"]["device"] = "cuda"
+    write_json(manifest_path(directory), {"schema_version": 1, "world_size": 4, "config": tree, "mode": "real"})
+    rows = [
+        {"step": step, "peak_allocated_bytes": 9 << 20, "peak_reserved_bytes": size, "memory_source": "cuda_allocator"}
+        for step, size in enumerate([64 << 20, 100 << 20, 100 << 20])
+    ]
+    for rank in range(4):
+        steps_path(directory, rank).parent.mkdir(exist_ok=True)
+        steps_path(directory, rank).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rank_path(directory, rank).parent.mkdir(exist_ok=True)
+        write_json(rank_path(directory, rank), {"schema_version": 1, "rank": rank, "environment_before": environment})
+    return directory
+
+
+def test_reserved_bytes_against_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--against", str(reserving(tmp_path))) == EXIT_OK
+    for rank in json.loads(capsys.readouterr().out)["ranks"]:
+        assert rank["peak_reserved_bytes"] == sum(pool["reserved_bytes"] for pool in rank["pools"])
+        assert rank["measured_peak_reserved_bytes"] == 100 << 20
+        error = 100 * (rank["peak_reserved_bytes"] / (100 << 20) - 1)
+        assert rank["reserved_error_pct"] == pytest.approx(error)
+    assert run("--against", str(tmp_path)) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert f"reserved 100.000 MiB, off by {error:+.2f} %" in printed
+    assert re.search(r"allocator, by stream +reserved +unused at the peak\n +compute ", printed)
+
+
+def test_settings_are_those_of_the_recording_unless_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def streams(*words: str) -> list[dict[str, Any]]:
+        assert run("--json", "--target", "cuda", *words) == EXIT_OK
+        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["ranks"][0]["pools"]
+        return found
+
+    recorded = reserving(tmp_path, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    default, expandable = streams(), streams("--alloc-conf", "expandable_segments:True")
+    assert default != expandable
+    assert streams("--against", str(recorded)) == expandable
+    assert streams("--against", str(recorded), "--alloc-conf", "") == default
+    # torch reads this one first.
+    reserving(tmp_path, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", PYTORCH_ALLOC_CONF="")
+    assert streams("--against", str(recorded)) == default
+
+
+def test_settings_that_torch_would_not_take_are_refused() -> None:
+    with pytest.raises(UsageError, match="torch has no setting expandable"):
+        run("--alloc-conf", "expandable:True")
 
 
 def test_against_names_ranks_without_a_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

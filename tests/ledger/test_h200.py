@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +23,27 @@ import pytest
 from harness.config import ActivationCheckpoint, Decoder, Parallelism, Trainer, Training
 from harness.config_json import from_dict
 from harness.ledger import Implementation, predict
+from harness.ledger.prediction import RankMemory
 from harness.ledger.tape import Instant
+from harness.text import in_ranges
 
 GIB = 2**30
 PEAKS = json.loads((Path(__file__).parent / "h200_peaks.json").read_text())
-MEASURED, REAL = PEAKS["runs"], PEAKS["real"]["runs"]
+MEASURED, REAL, RESERVED = PEAKS["runs"], PEAKS["real"]["runs"], PEAKS["reserved"]["runs"]
+CONFIGS = {run["name"]: run["config"] for run in (*MEASURED, *REAL, *RESERVED) if "config" in run}
 
 TOLERANCE_PCT = 0.12
 """A few MiB that blocks have unsplit, which depends on what was freed before."""
 
 
+@cache
+def ranks_of(name: str) -> list[RankMemory]:
+    return predict(from_dict(CONFIGS[name]), "cuda").ranks
+
+
 @pytest.mark.parametrize("run", MEASURED, ids=[run["name"] for run in MEASURED])
 def test_own_trainer(run: dict[str, Any]) -> None:
-    config = from_dict(run["config"])
-    memory = predict(config, "cuda").ranks[0]
+    memory = ranks_of(run["name"])[0]
     for predicted, measured in (
         (memory.peak_allocated_bytes, run["steady_peak_allocated_bytes"]),
         (memory.first_step_peak_allocated_bytes, run["first_step_peak_allocated_bytes"]),
@@ -47,7 +55,7 @@ def test_own_trainer(run: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("run", REAL, ids=[run["name"] for run in REAL])
 def test_real_ranks(run: dict[str, Any]) -> None:
-    ranks = predict(from_dict(run["config"]), "cuda").ranks
+    ranks = ranks_of(run["name"])
     assert sorted(rank for peaks in run["peaks"] for rank in peaks["ranks"]) == [memory.rank for memory in ranks]
     for peaks in run["peaks"]:
         for rank in peaks["ranks"]:
@@ -56,6 +64,20 @@ def test_real_ranks(run: dict[str, Any]) -> None:
                 (ranks[rank].first_step_peak_allocated_bytes, peaks["first_step_peak_allocated_bytes"]),
             ):
                 assert abs(100 * (predicted - measured) / measured) < TOLERANCE_PCT
+
+
+WAITED_PCT = {("pp2_fsdp2_tp2", 6): 7.0}
+"""What was sent and freed while NCCL's stream had it: when it can be reused is a matter of time, and one rank of four
+that do the same took 502 MiB more."""
+
+
+@pytest.mark.parametrize("run", RESERVED, ids=[run["name"] for run in RESERVED])
+def test_reserved_bytes(run: dict[str, Any]) -> None:
+    for peaks in run["peaks"]:
+        for rank in peaks["ranks"]:
+            predicted, measured = ranks_of(run["name"])[rank].peak_reserved_bytes, peaks["reserved_bytes"]
+            assert predicted is not None
+            assert abs(100 * (predicted - measured) / measured) < WAITED_PCT.get((run["name"], rank), 0.5)
 
 
 def phase(timeline: list[Instant], name: str) -> int:
@@ -125,13 +147,12 @@ def accuracy() -> list[tuple[str, float, float, str]]:
     """Of every row its name, predicted and measured steady peak in GiB, and what was predicted to be the peak."""
     found = []
     for run in MEASURED:
-        memory = predict(from_dict(run["config"]), "cuda").ranks[0]
+        memory = ranks_of(run["name"])[0]
         measured = run["steady_peak_allocated_bytes"] / GIB
         found.append((run["name"], memory.peak_allocated_bytes / GIB, measured, memory.at))
     for run in REAL:
-        ranks = predict(from_dict(run["config"]), "cuda").ranks
         for peaks in run["peaks"]:
-            memory = ranks[peaks["ranks"][0]]
+            memory = ranks_of(run["name"])[peaks["ranks"][0]]
             name = f"{run['name']}, {'ranks' if peaks['ranks'][1:] else 'rank'} {', '.join(map(str, peaks['ranks']))}"
             measured = peaks["steady_peak_allocated_bytes"] / GIB
             found.append((name, memory.peak_allocated_bytes / GIB, measured, memory.at))
@@ -155,3 +176,25 @@ def test_table_of_signed_errors() -> None:
     print(summary)
     assert summary in documented
     assert mean < 0.03
+
+
+def test_table_of_reserved_bytes() -> None:
+    """As above; a mean over rows, of which one is for all ranks with the same figures."""
+    documented = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text()
+    errors = []
+    for run in RESERVED:
+        for peaks in run["peaks"]:
+            ranks = peaks["ranks"]
+            predicted = ranks_of(run["name"])[ranks[0]].peak_reserved_bytes
+            assert predicted is not None
+            measured = peaks["reserved_bytes"]
+            errors.append(100 * (predicted / measured - 1))
+            name = f"{run['name']}, {'ranks' if ranks[1:] else 'rank'} {in_ranges(ranks)}"
+            line = f"| {name} | {predicted / GIB:.4f} | {measured / GIB:.4f} | {errors[-1]:+.3f} % |"
+            line += " held out |" if run.get("held_out") else " |"
+            print(line)
+            assert line in documented
+    mean = sum(map(abs, errors)) / len(errors)
+    summary = f"Mean of {len(errors)} absolute errors {mean:.2f} %, worst {max(errors, key=abs):+.2f} %."
+    print(summary)
+    assert summary in documented

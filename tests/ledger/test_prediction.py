@@ -11,11 +11,14 @@ from typing import Literal
 
 import pytest
 
+from harness.allocator import Allocator, Settings
 from harness.config import Decoder, Parallelism, Trainer, Training
 from harness.errors import UsageError
 from harness.ledger import Prediction, predict
 from harness.ledger.communication import collectives
 from harness.ledger.operators import Target
+from harness.ledger.sizes import Quantities
+from harness.ledger.tape import ALL_GATHER, COMPUTE, Tape, of_root
 from harness.ledger.text import report
 
 LLAMA_8B = Decoder.Config(vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14_336)
@@ -380,3 +383,53 @@ def test_needs_no_torch() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert int(out) > 2**30
+
+
+def test_reserved_is_null_with_a_reason_where_it_is_not_known() -> None:
+    for section, name, value, reason in (
+        ("compile", "blocks", True, "inductor"),
+        ("float8", "recipe", "rowwise", "float8"),
+        ("training", "collective_memory", "record_stream", "record_stream"),
+    ):
+        config = run_of(2, 1, n_layers=2)
+        setattr(getattr(config, section), name, value)
+        prediction = predict(config, "cuda")
+        assert [rank.peak_reserved_bytes for rank in prediction.ranks] == [None, None]
+        assert all(not rank.pools for rank in prediction.ranks)
+        (note,) = (note for note in prediction.notes if note.startswith("reserved bytes: "))
+        assert reason in note
+    prediction = predict(run_of(2, 1, n_layers=2), "cpu")
+    assert prediction.ranks[0].peak_reserved_bytes is None
+    assert prediction.notes == []
+
+
+def test_reserved_bytes_by_stream() -> None:
+    """What FSDP2's streams reserve is theirs: at least a gathered unit and what it was made of, and all gradients."""
+    rank = predict(run_of(8, 1, n_layers=4), "cuda").ranks[0]
+    pools = {pool.stream: pool for pool in rank.pools}
+    assert pools.keys() == {"compute", "all-gather", "reduce-scatter"}
+    matrix = 2 * 128_256 * 4096
+    assert pools["all-gather"].reserved_bytes >= matrix + matrix // 8
+    gradients = {entry.category: entry.bytes for entry in rank.entries}["gradients"]
+    assert pools["reduce-scatter"].reserved_bytes >= gradients
+    assert rank.peak_reserved_bytes is not None
+    used = sum(pool.reserved_bytes - pool.unused_at_peak_bytes for pool in rank.pools)
+    assert used == rank.peak_allocated_bytes
+    assert rank.peak_reserved_bytes > rank.peak_allocated_bytes
+
+
+def test_asynchronous_gathers_are_of_the_compute_stream() -> None:
+    config = run_of(8, 1, n_layers=2)
+    config.parallelism.fsdp_async_unshard = True
+    assert [pool.stream for pool in predict(config, "cuda").ranks[0].pools] == ["compute", "reduce-scatter"]
+
+
+def test_every_stage_has_streams_of_its_own() -> None:
+    """Two stages of a rank share none of their pools: what one has gathered and let go does not serve the other."""
+    tape = Tape(Allocator(Settings()))
+    size = Quantities({"N": 20 << 20}).size(1, "N")
+    for root in (0, 1):
+        gathered = tape.allocate("all-gather output", size, stream=of_root(root, ALL_GATHER))
+        del gathered
+        tape.allocate("logits", size, stream=of_root(root, COMPUTE)).free()
+    assert tape.reserved_bytes == 3 * (20 << 20)

@@ -20,6 +20,7 @@ from harness.report.finding import Finding
 from harness.report.findings import find
 from harness.report.float8 import Float8, float8_of
 from harness.report.over_ranks import by_dimension, mean_parts, step_parts
+from harness.report.reserved import Unused, unused_of
 from harness.trace import Capture, read_captures
 
 SCHEMA_VERSION = 1
@@ -44,6 +45,7 @@ class Report:
     compilation: Compilation | None = None
     lifetime: Lifetime | None = None
     no_lifetime: str | None = None
+    unused: Unused | None = None
     metrics: dict[str, Value] = field(default_factory=dict)
     dimensions: list[dict[str, Any]] = field(default_factory=list)
     step_parts: list[dict[str, Any]] = field(default_factory=list)
@@ -161,6 +163,7 @@ def build(path: Path, read: Reader = read_captures, wanted: Wanted = ANY_UNIT) -
     report.compilation = compilation_of(report)
     life = lifetime_of(report.config, report.complete_captures, report.snapshots, wanted)
     report.lifetime, report.no_lifetime = (None, life) if isinstance(life, str) else (life, None)
+    report.unused = unused_of(report)
     report.metrics = run_metrics(report.measured)
     report.dimensions = by_dimension(report.complete_overlap)
     report.step_parts = step_parts(report.complete_captures)

@@ -14,6 +14,7 @@ from harness.report.findings_memory import memory_findings
 from harness.report.findings_pipeline import pipeline_findings
 from harness.report.findings_settings import setting_findings
 from harness.report.float8 import float8_findings
+from harness.report.reserved import reserved_findings
 from harness.text import counted, milliseconds
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def find(report: Report) -> list[Finding]:
     found = [
         *run_state(report),
         *memory_findings(report),
+        *reserved_findings(report),
         *setting_findings(report),
         *float8_findings(report),
         *compilation_findings(report),

@@ -1,4 +1,4 @@
-"""Findings about memory: what ran out, what stacks up, what is reserved in vain, and what the peak consists of."""
+"""Findings about memory: what ran out, what stacks up, and what the peak consists of."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 # Pending memory that is worth a word: bytes, and percent of the active peak.
 STACKED_BYTES = 64 * MIB
 STACKED_PCT = 2.0
-# Reserved beyond the active peak: percent of the active peak, and bytes.
-RESERVED_PCT = 20.0
-RESERVED_BYTES = 256 * MIB
 UNEVEN_PCT = 5.0
 SITES_SHOWN = 3
 
@@ -36,7 +33,6 @@ def memory_findings(report: Report) -> Iterator[Finding]:
     yield from out_of_memory(report)
     yield from retries(report)
     yield from stacking(report)
-    yield from reserved(report)
     yield from uneven(report)
     yield from peak(report)
 
@@ -154,42 +150,6 @@ def not_reusable(device: dict[str, Any]) -> int:
     freed before the history began, too."""
     above = (device["peak_active_bytes"] or 0) - (device["peak_allocated_bytes"] or 0)
     return max(above, device["stacking"]["max_pending_bytes"] or 0)
-
-
-def reserved(report: Report) -> Iterator[Finding]:
-    """Memory the allocator holds and cannot give out: pieces of the wrong size."""
-    source = [
-        (item["rank"], item["peak_active_bytes"], item["peak_reserved_bytes"])
-        for item in report.ranks
-        if item["peak_active_bytes"] and item["peak_reserved_bytes"]
-    ] or [
-        (rank, device["peak_active_bytes"], device["peak_reserved_bytes"])
-        for rank, device in devices(report)
-        if device["peak_active_bytes"] and device["peak_reserved_bytes"]
-    ]
-    wasted = [
-        item
-        for item in source
-        if item[2] - item[1] >= RESERVED_BYTES and 100 * (item[2] - item[1]) >= RESERVED_PCT * item[1]
-    ]
-    if not wasted:
-        return
-    _, active, held = max(wasted, key=lambda item: item[2] - item[1])
-    yield Finding(
-        severity="medium" if 100 * (held - active) >= 1.5 * RESERVED_PCT * active else "low",
-        title=f"{size(held - active)} are reserved above the peak in use (fragmentation)",
-        evidence={
-            "peak_active_bytes": active,
-            "peak_reserved_bytes": held,
-            "reserved_above_active_bytes": held - active,
-            "reserved_above_active_pct": 100 * (held - active) / active,
-        },
-        where=ranks_text([item[0] for item in wasted]),
-        advice=(
-            "PYTORCH_ALLOC_CONF=expandable_segments:True takes some of it back in many runs and adds to it in others: "
-            "meshscope probe alloc_conf --mode rehearsal says which it is here."
-        ),
-    )
 
 
 def uneven(report: Report) -> Iterator[Finding]:

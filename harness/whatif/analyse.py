@@ -96,10 +96,10 @@ def analyse_sources(sources: Sources, question: Question) -> Analysis:
         analysis.errors.append(InputError(sources.root, "holds no allocator snapshot (.pickle) to replay"))
     for source in sources.snapshots:
         try:
-            answers = _answer_all(read_snapshot(source.path), question)
+            answers = answer(read_snapshot(source.path), question)
         except InputError as error:
             analysis.errors.append(error)
-        except (ContradictionError, ConfError, NothingRecordedError) as error:
+        except UNANSWERABLE as error:
             analysis.errors.append(InputError(source.path, str(error)))
         else:
             analysis.files.append((source.rank, str(source.path), answers))
@@ -110,7 +110,11 @@ class NothingRecordedError(Exception):
     """A snapshot of segments only."""
 
 
-def _answer_all(snapshot: Snapshot, question: Question) -> list[DeviceAnswer]:
+UNANSWERABLE = (ContradictionError, ConfError, NothingRecordedError)
+
+
+def answer(snapshot: Snapshot, question: Question) -> list[DeviceAnswer]:
+    """Every device of `snapshot` that has a history, replayed. Raises one of `UNANSWERABLE`."""
     recorded = recorded_settings(snapshot)
     timelines = [(device, replay(device)) for device in snapshot.devices]
     answers = [_answer(device, timeline, recorded, question) for device, timeline in timelines if timeline is not None]

@@ -65,7 +65,7 @@ def _device_lines(device: DeviceAnswer) -> Iterator[str]:
     yield "  unused at the peak, by pool"
     for number, row in enumerate(device.rows):
         pools = [pool for pool in row.outcome.pools if pool.unused_bytes]
-        shown = "; ".join(_pool(pool) for pool in pools[:_POOLS_SHOWN]) or "nothing"
+        shown = "; ".join(pool_text(pool) for pool in pools[:_POOLS_SHOWN]) or "nothing"
         more = len(pools) - _POOLS_SHOWN
         yield f"    {number}  {shown}{f'; and {more} more' if more > 0 else ''}"
     for row in device.rows:
@@ -95,6 +95,7 @@ def _verdict(row: Row) -> str:
     return "" if row.outcome.case.limit_bytes is None else "fits"
 
 
-def _pool(pool: PoolBytes) -> str:
+def pool_text(pool: PoolBytes) -> str:
+    """What a pool holds and cannot use, and for which stream."""
     pending = f" ({size(pool.pending_bytes)} pending)" if pool.pending_bytes else ""
     return f"{size(pool.unused_bytes)}{pending} {pool.pool}, stream {pool.stream}"

@@ -163,6 +163,8 @@ class ContextParallel:
             self.runs("widen", block.queries, (4 + self.ops.e, "T·d/t"))
         if total is not None:
             self.runs("elementwise", block.queries, (12, "T·d/t"))
+            for _ in range(3):  # of the log-sum-exps: difference, weight, sum
+                self.runs("elementwise", block.queries, (12, "T·H/t"))
         if total is None:
             return self.new(category, 4, "T·d/t") if casts else found[0], found[1]
         wide = self.new(category, 4, "T·d/t", block.queries) if casts else found[0]

@@ -26,8 +26,7 @@ ACTIVATION_GRADIENTS = "activation gradients"
 WORKSPACE = "kernel workspaces"
 LOGITS = "logits and loss"
 CUBLAS_WORKSPACE = 4096 * 8 * 1024
-"""Bytes of each cuBLAS handle on Hopper, inside the caching allocator (ATen/cuda/CublasHandlePool.cpp); one handle per
-thread that multiplies, which are the main thread and autograd's."""
+"""Bytes of a cuBLAS handle on Hopper (ATen/cuda/CublasHandlePool.cpp); the main thread and autograd's have one each."""
 
 SORTED_ABOVE, ROWS_OF_A_THREAD = 3072, 10
 """Tokens above which the embedding's gradient is summed up in sorted segments, each of at most so many rows; their
@@ -227,6 +226,7 @@ class Operators:
 
         def backward(gradient: Gradient) -> list[Gradient]:
             self._rotates(heads)
+            self.runs("elementwise", "rotary", (8, "S·hd"))  # the table, conjugated
             wide = self.gradient(4, heads, is_view=True) if casts else gradient
             del gradient
             conjugate = self.new(WORKSPACE, 4, "S·hd")

@@ -23,6 +23,9 @@ from harness.ledger.tape import Tape
 
 PRODUCTS = "matrix products"
 
+LAUNCHES: dict[KernelKind, int] = {"rms_norm_backward": 2, "embedding_backward": 15}
+"""Kernels of those that are several; the host needs its time for each."""
+
 _PLACE = re.compile(r"^(?P<phase>forward|backward|optimizer)?(?:: )?(?P<layer>layers\.\d+ )?(?P<part>[^,(]*)")
 REST = "rest"
 """The phase of what is in none: the batch, and a pipeline's gathering and waiting."""
@@ -128,6 +131,7 @@ class Program:
         if key not in self._costs:
             self._costs[key] = self.hardware.kernel_ns(kind, size)
         if size:
+            host_ns = self._operator_ns() * LAUNCHES.get(kind, 1) if host_ns is None else host_ns
             self._issue(what, self._costs[key], stream=stream, host_ns=host_ns, part=part, is_copy=is_copy)
 
     def product(self, shape: tuple[str, str, str], layout: Layout) -> None:
@@ -162,7 +166,9 @@ class Program:
                 head_dim=value["hd"],
                 causal=causal,
             )
-        self._issue("attention kernels", self._costs[key])
+        value = self.quantities.values
+        launches = (5 if value["H"] != value["K"] else 3) if backward else 1  # cuDNN; grouped heads are added up
+        self._issue("attention kernels", self._costs[key], host_ns=launches * self._operator_ns())
 
     def _issue(
         self,

@@ -103,8 +103,8 @@ def test_blocks_that_wait_for_a_stream(tmp_path, capsys, skip, about):
     assert found.evidence.get("doubt_bytes") == (int(0.033 * 1600 * MIB) if skip else None)
     assert found.title == (
         f"{size(1200 * MIB)} of {size(1600 * MIB)} reserved were unused at the peak, {size(1200 * MIB)} of it freed "
-        f"and waiting for a stream; with freed blocks reusable at once {about}{size(400 * MIB)} would have been reserved "
-        "(predicted)"
+        f"and waiting for a stream; with freed blocks reusable at once {about}{size(400 * MIB)} would have been "
+        "reserved (predicted)"
     )
     assert "Set PYTORCH_ALLOC_CONF" not in found.advice, "blocks that wait do so in expandable segments, too"
 

@@ -14,8 +14,8 @@ from harness.ledger.time import ComparedTime, Time, predict_time
 from harness.recording import Recording
 from harness.text import printable
 
-COMPARABLE = ("real", "cpu")
-"""Modes whose times are those of ranks that have what they run on for themselves."""
+COMPARABLE = ("real", "imported")
+"""Modes whose times are those of ranks that have a GPU each, and those of other tools, which do not say."""
 DEFAULT = "h200"
 """The calibration that a GPU run is predicted with of which no recording says the device."""
 FROM_TRACES = ("compute_ns", "comm_ns", "exposed_ns", "overlap_pct")
@@ -62,6 +62,7 @@ def put_time_beside(time: Time, measured: Measured) -> None:
     """Fills `time.compared`, or says in its notes why nothing is compared."""
     if time.step_ns is None:
         return
+    time.measured_mode = measured.mode
     if measured.mode not in COMPARABLE:
         time.notes.append(f"time: not compared, mode {measured.mode}: its times are not those of a cluster")
         return

@@ -102,7 +102,8 @@ class Time:
     mfu_pct: float | None = None
     ranks: list[RankTime] = field(default_factory=list)
     compared: list[ComparedTime] = field(default_factory=list)
-    """With what a recording measured."""
+    """With what was measured, in `measured_mode`."""
+    measured_mode: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _compared(time: Time) -> Iterator[str]:
         rows.append(
             [one.figure, shown(one.predicted), shown(one.measured), error.replace("%", "points") if is_share else error]
         )
-    yield from table(["", "predicted", "measured", "off by"], rows)
+    yield from table(["", "predicted", f"measured, mode {time.measured_mode}", "off by"], rows)
 
 
 def _ms(value: float | None) -> str:

@@ -24,8 +24,9 @@ def time_of_step(time: Time) -> list[Html]:
     ]
     if not rows:
         rows = [["step_ns", figure_cell("predicted_step_ns", time.step_ns)]]
+    caption = f"Time of a step, hardware {time.hardware}, measured in mode {time.measured_mode}"
     headers = ["figure", "predicted", *(["measured", "error, of shares in points"] if time.compared else [])]
-    body = [table(headers, rows, caption=f"Time of a step, hardware {time.hardware}")]
+    body = [table(headers, rows, caption=caption)]
     lines: list[list[str]] = [
         [
             line.phase,
@@ -36,6 +37,6 @@ def time_of_step(time: Time) -> list[Html]:
         ]
         for line in time.ranks[0].lines[:LINES_SHOWN]
     ]
-    caption = "What takes longest, predicted, of the first rank"
-    body.append(table(["phase", "part", "what", "time", "of the step"], lines, caption=caption, left=3))
+    longest = "What takes longest, predicted, of the first rank"
+    body.append(table(["phase", "part", "what", "time", "of the step"], lines, caption=longest, left=3))
     return body + [tag("p", note) for note in time.notes]

@@ -16,7 +16,7 @@ from harness.compare import measure, time_of
 from harness.config import ActivationCheckpoint, Compile, Decoder, Float8, Parallelism, Trainer, Training
 from harness.config_json import from_dict, to_dict
 from harness.errors import EXIT_OK, InputError, UsageError
-from harness.ledger import predict
+from harness.ledger import Implementation, predict
 from harness.ledger.hardware import (
     COLLECTIVE_KINDS,
     KERNEL_KINDS,
@@ -263,6 +263,11 @@ def test_a_report_has_the_time_on_its_page_and_in_its_text(tmp_path: Path) -> No
     assert time_of_step(Time()) == []
 
 
+def predicted(run: dict[str, Any]) -> Time:
+    implementation = Implementation(**run.get("implementation", {}))
+    return predict_time(from_dict(run["config"]), "cuda", load("h200"), implementation=implementation)
+
+
 def error_pct(run: dict[str, Any], time: Time) -> float:
     assert time.step_ns is not None
     return 100 * (time.step_ns - run["step_ns"]) / run["step_ns"]
@@ -270,7 +275,7 @@ def error_pct(run: dict[str, Any], time: Time) -> float:
 
 @pytest.mark.parametrize("run", MEASURED, ids=[run["name"] for run in MEASURED])
 def test_steps_of_h200s(run: dict[str, Any]) -> None:
-    time = predict_time(from_dict(run["config"]), "cuda", load("h200"))
+    time = predicted(run)
     assert abs(error_pct(run, time)) < STEP_PCT.get(run["name"], 10)
     if run.get("overlap_pct") is not None:
         assert time.overlap_pct is not None
@@ -285,7 +290,7 @@ HIDDEN_POINTS = {"cp2_ring": 11}
 def test_table_of_h200s() -> None:
     """The table of docs/ledger.md, with `pytest -rP`."""
     for run in MEASURED:
-        time = predict_time(from_dict(run["config"]), "cuda", load("h200"))
+        time = predicted(run)
         assert time.step_ns is not None
         shares = ["n/a" if share is None else f"{share:.1f} %" for share in (time.overlap_pct, run.get("overlap_pct"))]
         cells = [

@@ -143,7 +143,7 @@ def _pass(
     while waiting:
         left = [number for number in waiting if next(runs[number], None) is not None]
         if left == waiting and not any(rank.moved for rank in ranks):
-            raise DeadlockError(f"ranks {left} wait for each other")
+            raise DeadlockError(f"simulated ranks {left} wait for each other")
         waiting = left
     return [rank.timeline for rank in ranks]
 
@@ -169,6 +169,7 @@ class _Rank:
         self._number, self._shares, self._factor, self._meetings = number, shares, factor, meetings
         self.timeline = Timeline()
         self.moved = False
+        """Came to a meeting, or went on from one, when it was last run."""
         self._host = 0
         self._free: dict[str, int] = {}
         self._communicators: dict[str, int] = {}

@@ -20,7 +20,7 @@ from harness.ledger.hardware import Hardware, UnmeasuredError
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
 from harness.ledger.program import Line, Program
-from harness.ledger.simulate import Kernel, Span, Timeline, overlap_ns, simulate, total_ns, union
+from harness.ledger.simulate import DeadlockError, Kernel, Span, Timeline, overlap_ns, simulate, total_ns, union
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import WeightlessTape
 
@@ -130,7 +130,10 @@ def predict_time(
         """Measured of a device that never rests, and of one that has rested."""
         return 1 + (hardware.sustained_factor - 1) * busy_share
 
-    timelines = simulate([program.items for program in programs], sustained)
+    try:
+        timelines = simulate([program.items for program in programs], sustained)
+    except DeadlockError as error:
+        return Time(hardware=name, notes=[f"no time: {error}"])
     step_ns = max(timeline.end for timeline in timelines)
     ranks = [_rank(config, *of, step_ns) for of in zip(programs, timelines, strict=True)]
     shares = [rank.overlap_pct for rank in ranks if rank.overlap_pct is not None]

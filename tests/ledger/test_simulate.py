@@ -140,7 +140,7 @@ def test_the_rank_that_comes_last_decides() -> None:
 
 def test_ranks_that_wait_for_each_other_are_said() -> None:
     one, other = collective(1, name=1, peers=(0, 1)), collective(1, name=2, peers=(0, 1))
-    with pytest.raises(DeadlockError, match=r"ranks \[0, 1\] wait for each other"):
+    with pytest.raises(DeadlockError, match=r"simulated ranks \[0, 1\] wait for each other"):
         simulate([[one, other], [other, one]])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,21 @@ def test_twice_the_work_takes_no_less_time(h200):
     for direction in ("forward", "backward"):
         times = [h200.attention_ns(direction, "bfloat16", queries=n, keys=n, **heads) for n in lengths]
         assert times == sorted(times)
+
+
+def test_products_left_out_are_predicted_from_the_others(h200):
+    """pytest -rP shows the figures of docs/calibration.md."""
+    points = [p for p in h200.matrix_products if p.dtype == "bfloat16"]
+    errors = []
+    for p in points:
+        others = dataclasses.replace(h200, matrix_products=[q for q in points if q is not p])
+        errors.append(100 * abs(others.matmul_ns(p.dtype, p.m, p.n, p.k, p.layout) / p.ns - 1))
+    errors.sort()
+    median, mean, tenth = statistics.median(errors), statistics.mean(errors), errors[-len(errors) // 10]
+    print(f"{len(points)} products left out: median {median:.1f} %, mean {mean:.1f} %, nine of ten {tenth:.1f} %")
+
+    assert median < 4
+    assert tenth < 15
 
 
 def test_no_predicted_product_is_faster_than_the_roofline(h200):

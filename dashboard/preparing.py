@@ -77,9 +77,17 @@ def _work(run: Run, cache: Path, key: str, preparation: Preparation) -> None:
 
 def _analyse(run: Run, folder: Path) -> str | None:
     """Why the process failed, None if it did not."""
+    done = in_process("dashboard.prepare", str(run.path), str(folder))
+    if done.returncode == 0:
+        return None
+    return last_line(done)
+
+
+def in_process(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a module of this distribution to its end in a process of its own."""
     path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "dashboard.prepare", str(run.path), str(folder)],
+    return subprocess.run(
+        [sys.executable, "-P", "-m", module, *arguments],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -87,6 +95,8 @@ def _analyse(run: Run, folder: Path) -> str | None:
         errors="backslashreplace",
         check=False,
     )
-    if done.returncode == 0:
-        return None
-    return (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+
+
+def last_line(failed: subprocess.CompletedProcess[str]) -> str:
+    """What a process that failed said last."""
+    return (failed.stderr.strip().splitlines() or [f"it ended with {failed.returncode}"])[-1]

@@ -5,6 +5,7 @@
     <cache>/<fingerprint>/traces.json                  the paths of the traces that are read, in their order
     <cache>/<fingerprint>/lanes/<n>/                   as an extract: `lanes.index.lane_index` of the n-th capture
     <cache>/<fingerprint>-after-<n>/metrics/           as an extract: a trial's figures without its first n steps
+    <cache>/<fingerprint>/replays/<hash>/answer/       as an extract: a snapshot replayed (`dashboard.replays`)
     <cache>/<fingerprint>/failed.json                  instead, where nothing could be read: the error's JSON
 
 The cache is the user's own, never beside what is read, which may be anybody's; arrays are read without pickle.

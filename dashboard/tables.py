@@ -13,7 +13,7 @@ from streamlit.elements.lib.column_types import ColumnConfig
 
 from harness.text import printable, quantity
 
-NAMES = frozenset({"rank", "step", "device"})
+NAMES = frozenset({"rank", "step", "device", "stream"})
 """Numbers that name something, and so have no separators."""
 WHOLE = 24
 """Rows of a table that is shown whole; longer ones scroll."""

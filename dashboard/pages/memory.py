@@ -10,7 +10,7 @@ from typing import Any
 
 import streamlit as st
 
-from dashboard import charts, commands, data, state, states, tables
+from dashboard import charts, commands, data, state, states, tables, whatif
 from dashboard.discover import Run
 from dashboard.lanes import memory_figures, memory_strips, view
 from dashboard.lanes.picture import Band, Picture, Strip, View, picture
@@ -33,9 +33,11 @@ PEAKS = {"peak_allocated_bytes": "allocated", "peak_active_bytes": "active", "pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What is looked at: `items` of the extract `timeline` on one axis that begins at `origin_ns`."""
+    """What is looked at: `chosen` items of the extract `timeline`, and those of them that are drawn on one axis, which
+    begins at `origin_ns`."""
 
     extract: Extract
+    chosen: Sequence[dict[str, Any]]
     items: Sequence[dict[str, Any]]
     ranks: Sequence[int | None]
     origin_ns: int
@@ -70,6 +72,8 @@ def page() -> None:
     files = {file["file"] for file in memory["files"] if file["rank"] in shown.ranks} if memory is not None else set()
     if memory is not None and files:
         of_snapshots(memory, files)
+    if shown.items and memory is not None:
+        whatif.section(run, histories(shown))
     peaks(memory, timeline, rows, shown.ranks)
     if memory is not None:
         notes(memory, files)
@@ -127,13 +131,14 @@ def choose(timeline: Extract, known: Sequence[int | None]) -> Shown:
     if len(names) > 1:
         chosen = bar.selectbox("Snapshot", names, key="snapshot", bind="query-params", width=320)
         items = [item for item in items if snapshot_name(item) == chosen]
+    every = items
     if any(not item["clock"] for item in items):
         items = items[:1]  # numbers of events are an axis of their own
     if len(items) > STRIPS_DRAWN:
         st.caption(f"The first {STRIPS_DRAWN} of {len(items)} histories are drawn: choose ranks for others.")
     items = items[:STRIPS_DRAWN]
     origin = min((memory_strips.curves(timeline, item).time_ns[0] for item in items), default=0)
-    return Shown(extract=timeline, items=items, ranks=ranks, origin_ns=int(origin))
+    return Shown(extract=timeline, chosen=every, items=items, ranks=ranks, origin_ns=int(origin))
 
 
 def snapshot_name(item: dict[str, Any]) -> str:
@@ -175,6 +180,17 @@ def group_of(item: dict[str, Any], shown: Shown) -> str:
     name = Path(item["file"]).name if item["rank"] is None else f"rank {item['rank']}"
     several = sum(other["file"] == item["file"] for other in shown.items) > 1
     return f"{name} device {item['device']}" if several else name
+
+
+def histories(shown: Shown) -> dict[str, tuple[Path, int]]:
+    """What a snapshot is called -> the file, and how many events its histories have in all."""
+    found: dict[str, tuple[Path, int]] = {}
+    for item in shown.chosen:
+        file = Path(item["file"])
+        name = file.name if item["rank"] is None else f"rank {item['rank']}"
+        _, before = found.get(name, (file, 0))
+        found[name] = (file, before + len(memory_strips.curves(shown.extract, item).time_ns))
+    return found
 
 
 @st.fragment

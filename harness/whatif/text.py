@@ -79,13 +79,18 @@ def _device_lines(device: DeviceAnswer) -> Iterator[str]:
 
 def _name(row: Row) -> str:
     case = row.outcome.case
-    said = [row.alloc_conf or "default"]
-    if row.start == "afresh":
+    return case_name(row.alloc_conf, row.start, without_pending=case.without_pending, limit_bytes=case.limit_bytes)
+
+
+def case_name(alloc_conf: str, start: str, *, without_pending: bool, limit_bytes: int | None) -> str:
+    """A case in words, from the fields of its JSON."""
+    said = [alloc_conf or "default"]
+    if start == "afresh":
         said.append("afresh")
-    if case.without_pending:
+    if without_pending:
         said.append("without pending")
-    if case.limit_bytes is not None:
-        said.append(f"limit {case.limit_bytes / GIB:g} GiB")
+    if limit_bytes is not None:
+        said.append(f"limit {limit_bytes / GIB:g} GiB")
     return ", ".join(said)
 
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Literal
 from harness.ledger.autograd import ACCUMULATE_GRAD, Gradient, Graph, Node, Tensor
 from harness.ledger.fully_sharded_work import ShardingWork, UnitWork
 from harness.ledger.layout import Parameter
-from harness.ledger.sizes import Quantities
+from harness.ledger.sizes import Quantities, Size
 from harness.ledger.tape import ALL_GATHER, ALL_REDUCE, COMPUTE, REDUCE_SCATTER, Storage, Tape, of_root
+from harness.ledger.workspaces import reduce_scatter_input
 
 if TYPE_CHECKING:
     from harness.ledger.program import Program
@@ -97,12 +98,10 @@ class Sharding:
         return tape.allocate(category, self.quantities.size(coefficient, monomial), stream=stream, parts=parts)
 
     def new_copy_plan(self, to_reduce: Storage) -> None:
-        """Where each block of the kernel that fills a reduce-scatter input copies from, 8 bytes for 2048 of a shard
-        (ATen/native/cuda/TensorShape.cu `_chunk_cat_out_cuda`)."""
+        """What the kernel that fills a reduce-scatter input is told."""
         if self.tape.allocator is not None:
-            blocks = -(-to_reduce.size.bytes // self.shards // 2048)
-            plan = self.new("kernel workspaces", 8 * blocks, "1")
-            del plan
+            for line in reduce_scatter_input(to_reduce.size.bytes // self.shards):
+                self.new("kernel workspaces", *line).free()
 
     def set_prefetch(self, depth: int | Literal["default"], *, first: Unit) -> None:
         """Whom each unit gathers ahead; units are in the order in which their forward ends, which `first` begins."""
@@ -275,10 +274,26 @@ class Unit:
             stream = COMPUTE
         if self.work is not None:
             self.work.gather()
-        is_copied = shared.element != 4 or shared.host is not None
-        copy = shared.new("all-gather input", shared.element, f"{self.symbol}/W", stream=stream) if is_copied else None
+        copies = self._gather_input(stream)
         self.gathered = shared.new("all-gather output", shared.element, self.symbol, stream=stream)
-        del copy
+        del copies
+
+    def _gather_input(self, stream: int) -> list[Storage]:
+        """One cast of all; from host memory one parameter after the other (`FSDPParam.all_gather_inputs`)."""
+        shared, element = self.sharding, self.sharding.element
+        if shared.host is None:
+            return [shared.new("all-gather input", element, f"{self.symbol}/W", stream=stream)] if element != 4 else []
+        copies: list[Storage] = []
+        for parameter in self.parameters:
+            elements, monomial = parameter.padded(shared.shards) // shared.shards, f"{parameter.monomial}/W"
+            kept = None
+            for size in dict.fromkeys((4, element)):
+                kept = shared.tape.allocate(
+                    "all-gather input", Size(size, monomial, size * elements), stream=of_root(shared.root, stream)
+                )
+            assert kept is not None
+            copies.append(kept)
+        return copies
 
     def _copy_out(self, *, forward: bool) -> None:
         shared = self.sharding

@@ -15,6 +15,7 @@ from harness.ledger.autograd import Gradient, Graph, Tensor
 from harness.ledger.recompute import Result
 from harness.ledger.sizes import Quantities
 from harness.ledger.tape import Storage, Tape
+from harness.ledger.workspaces import CUBLAS_BYTES, CUDNN_BYTES, Line, attention_backward, embedding_backward
 
 if TYPE_CHECKING:
     from harness.ledger.hardware import KernelKind, Layout
@@ -25,12 +26,6 @@ Target = Literal["cuda", "cpu"]
 ACTIVATION_GRADIENTS = "activation gradients"
 WORKSPACE = "kernel workspaces"
 LOGITS = "logits and loss"
-CUBLAS_WORKSPACE = 4096 * 8 * 1024
-"""Bytes of a cuBLAS handle on Hopper (ATen/cuda/CublasHandlePool.cpp); the main thread and autograd's have one each."""
-
-SORTED_ABOVE, ROWS_OF_A_THREAD = 3072, 10
-"""Tokens above which the embedding's gradient is summed up in sorted segments, each of at most so many rows; their
-float32 sums (ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu `max_partial_segment`) are a row each."""
 
 
 class Operators:
@@ -53,20 +48,18 @@ class Operators:
             coefficient = 0
         return self.tape.allocate(category, self.quantities.size(coefficient, monomial))
 
-    def workspace(self, *sizes: tuple[int, str], beside: int = 0) -> None:
-        """One block of several lines, and some bytes beside, that comes and goes."""
-        lines = [self.quantities.size(*size) for size in sizes]
-        inside = [self.tape.allocate(WORKSPACE, line, parts=()) for line in lines[:-1]]
-        block = self.tape.allocate(WORKSPACE, lines[-1], parts=[beside + sum(line.bytes for line in lines)])
+    def workspace(self, lines: list[Line], *, beside: int = 0) -> None:
+        """One block of several lines, and some bytes beside, that comes and goes. On GPUs."""
+        if self.target != "cuda" or not lines:
+            return
+        sizes = [self.quantities.size(*line) for line in lines]
+        inside = [self.tape.allocate(WORKSPACE, size, parts=()) for size in sizes[:-1]]
+        block = self.tape.allocate(WORKSPACE, sizes[-1], parts=[beside + sum(size.bytes for size in sizes)])
         del block, inside
 
     def attention_workspace(self, of_queries: int = 1, of_keys: int = 1) -> None:
-        """cuDNN's, of the backward of one in `of_queries` queries and of one in `of_keys` keys; its parts are in
-        `_attention_flash`."""
-        lines = [(4 // of_queries, "T·H/t"), (4 // of_queries, "T·d/t")]
-        if self._grouped:
-            lines.append((2 * self.e // of_keys, "T·d/t"))
-        self.workspace(*lines, beside=256)
+        lines = attention_backward(self.e, grouped=self._grouped, of_queries=of_queries, of_keys=of_keys)
+        self.workspace(lines, beside=CUDNN_BYTES)
 
     def gradient(self, coefficient: int, monomial: str, *, is_view: bool = False) -> Gradient:
         return Gradient(self.new(ACTIVATION_GRADIENTS, coefficient, monomial), is_view)
@@ -92,8 +85,9 @@ class Operators:
         return frame.kept(compute, is_product=is_product, always=always)
 
     def cublas(self, thread: str) -> None:
+        """The workspace of a handle, made with the first product, once there is room for the result."""
         if self.target == "cuda" and thread not in self.handles:
-            self.handles[thread] = self.new("cuBLAS workspaces", CUBLAS_WORKSPACE, "handle")
+            self.handles[thread] = self.new("cuBLAS workspaces", CUBLAS_BYTES, "handle")
 
     # ---------------------------------------------------------------------------------------------- linear, add
 
@@ -105,24 +99,27 @@ class Operators:
         """
         e, (inner, matrix, outer), saved = self.e, shape, [x.storage]
         lets_go = self.in_compiled_layer
-        self.cublas("forward")
 
         def product() -> Storage:
             self.multiplies(shape, "forward")
-            return self.new(category, e, outer)
+            result = self.new(category, e, outer)
+            self.cublas("forward")
+            return result
 
         out = Tensor(self.kept(product, is_product=True))
 
         def backward(gradient: Gradient, saved: list[Storage] = saved) -> list[Gradient | None]:
-            self.cublas("backward")
             wanted = self.graph.wanted
             if wanted != "inputs":
                 self.multiplies(shape, "weight_gradient")
             if wanted != "weights":
                 self.multiplies(shape, "input_gradient")
             if wanted == "inputs":
-                return [self.gradient(e, inner, is_view=True), gradient]
+                to_input = self.gradient(e, inner, is_view=True)
+                self.cublas("backward")
+                return [to_input, gradient]
             to_weight = Gradient(self.new("unsharded gradients", e, matrix), is_view=True)
+            self.cublas("backward")
             if lets_go:
                 saved.clear()
             if wanted == "weights":
@@ -256,12 +253,8 @@ class Operators:
         return self.quantities.values["H"] != self.quantities.values["K"]
 
     def _attention_flash(self, category: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Flash-type kernels (cuDNN, flash, CPU flash): save q, k, v, the output and 4 bytes a row.
-
-        Backward on CUDA needs a float32 accumulator for dq, 4 bytes a row and, with fewer key than query heads,
-        dk and dv for every query head before they are summed (cuDNN on an H200: 270,532,864 bytes =
-        8·T·d + 4·T·H + 256 at T 16384, d 2048, H 32).
-        """
+        """Flash-type kernels (cuDNN, flash, CPU flash): save q, k, v, the output and 4 bytes a row. What backward needs
+        beside on CUDA: `workspaces.attention_backward`."""
         e = self.e
 
         def attend() -> tuple[Storage, Storage]:
@@ -275,8 +268,7 @@ class Operators:
         def backward(gradient: Gradient, saved: tuple[Storage, ...] = saved) -> list[Gradient]:
             self.attends(backward=True)
             gradients = [self.gradient(e, heads, is_view=True) for heads in ("T·d/t", "T·kv/t", "T·kv/t")]
-            if self.target == "cuda":
-                self.attention_workspace()
+            self.attention_workspace()
             return gradients
 
         out.node = self.graph.record([q, k, v], backward)
@@ -388,9 +380,7 @@ class Operators:
             self.runs("fill", "look-up", (self.e, "V·d"))
             self.runs("embedding_backward", "look-up", (2 * self.e, "T·d"))
             whole = self.new("unsharded gradients", self.e, "V·d")
-            tokens, rows = self.quantities.values["T"], self.quantities.values["V"]
-            if self.target == "cuda" and tokens > SORTED_ABOVE:
-                self.workspace((4 * (tokens // ROWS_OF_A_THREAD), "d"), (4, "T·d" if tokens < rows else "V·d"))
+            self.workspace(embedding_backward(self.quantities.values["T"], self.quantities.values["V"]))
             if self.quantities.values["t"] == 1 or self.adds_up_gradients:
                 return [Gradient(whole)]
             del gradient

@@ -20,7 +20,7 @@ from harness.ledger.compiled import compilation_notes
 from harness.ledger.layout import MEANINGS, quantities
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
-from harness.ledger.reserved import GROWS, STEPS, StreamPool, not_predicted, pools
+from harness.ledger.reserved import GROWING, GROWS, STEPS, StreamPool, not_predicted, pools
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Instant, Line
 from harness.ledger.time import Time
@@ -80,6 +80,8 @@ class RankMemory:
     """The most that CPU offload keeps in host memory; without it 0, though a run has other things there."""
     host_entries: list[Line] = field(default_factory=list)
     """What that consists of."""
+    reserved_grows: bool = False
+    """They had not stopped after as many steps as are replayed."""
     pools: list[StreamPool] = field(default_factory=list)
     """What `peak_reserved_bytes` consist of."""
     measured_peak_allocated_bytes: int | None = None
@@ -200,6 +202,7 @@ def predict(
         memory = kinds[rank // of_stage, rank // tp % config.fsdp_shards]
         ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries], sums=[]))
     found = collectives(config)
+    growing = [GROWING] if any(rank.reserved_grows for rank in ranks) else []
     return Prediction(
         target=target,
         world_size=config.world_size,
@@ -207,7 +210,7 @@ def predict(
         communication=by_dimension_and_kind(found),
         collectives=found,
         host_copies=host_copies(config),
-        notes=compilation_notes(config, target) + ([f"reserved bytes: {unknown}"] if unknown else []),
+        notes=compilation_notes(config, target) + ([f"reserved bytes: {unknown}"] if unknown else []) + growing,
     )
 
 
@@ -217,13 +220,13 @@ def _is_alike(one: RankMemory, other: RankMemory) -> bool:
 
 def _memory(step: Step | PipelineStep, rank: int, *, reserved: bool) -> RankMemory:
     step.run()
-    first, grown = step.tape.peak(), step.tape.reserved_bytes
-    step.run()
-    steps = 2
-    while reserved and step.tape.reserved_bytes > GROWS * grown and steps < STEPS:
-        grown = step.tape.reserved_bytes
+    first = step.tape.peak()
+    for _ in range(1, STEPS):
+        before = step.tape.reserved_bytes
         step.run()
-        steps += 1
+        grows = reserved and step.tape.reserved_bytes > GROWS * before
+        if not grows:
+            break
     peak = step.tape.peak()
     entries = [
         Entry(
@@ -247,6 +250,7 @@ def _memory(step: Step | PipelineStep, rank: int, *, reserved: bool) -> RankMemo
         timeline=step.tape.instants,
         host_bytes=step.host.peak().bytes,
         host_entries=step.host.lines(),
+        reserved_grows=grows,
         pools=pools(step.tape) if reserved else [],
         quantities={name: step.quantities.values[name] for name in MEANINGS if name in step.quantities.values},
     )

@@ -15,6 +15,7 @@ from harness.ledger.tape import Tape, stream_name
 
 STEPS, GROWS = 5, 1.001
 """Steps replayed at most, until one reserves next to nothing more: by this factor. H200s took two or three."""
+GROWING = f"reserved bytes still grow after {STEPS} steps, and are those after {STEPS}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,30 +21,27 @@ def fill_normal(tape: Tape, matrices: Iterable[tuple[int, int]]) -> None:
         at_once = max(1, CHUNK // max(1, columns))
         across = _new(tape, 8 * columns)
         whole, rest = divmod(rows, at_once)
-        index = radius = None
+        names: dict[str, Storage] = {}
         for count in [*[at_once] * min(2, whole), *([rest] if rest else [])]:
-            index, radius = _chunk(tape, count, columns, index, radius)
-        del across, index, radius
+            _chunk(tape, count, columns, names)
+        del across, names
 
 
-def _chunk(
-    tape: Tape, rows: int, columns: int, index: Storage | None, radius: Storage | None
-) -> tuple[Storage, Storage]:
-    """One turn of `_fill_normal`'s loop; what its names held until then goes as they get their new values."""
+def _chunk(tape: Tape, rows: int, columns: int, names: dict[str, Storage]) -> None:
+    """One turn of `_fill_normal`'s loop, whose `names` keep what they had in the turn before until they get anew."""
     whole = 8 * rows * columns
-    down = _new(tape, 8 * rows)
+    names["down"] = _new(tape, 8 * rows)
     starts = _new(tape, 8 * rows)
     added = _new(tape, whole)
     del starts
     doubled = _new(tape, whole)
     del added
-    index = _new(tape, whole)
+    names["index"] = _new(tape, whole)
     del doubled
-    radius = _uniform(tape, whole)
+    names["radius"] = _uniform(tape, whole)
     following = _new(tape, whole)
     angle = _uniform(tape, whole)
-    del following, angle, down
-    return index, radius
+    del following, angle
 
 
 def _uniform(tape: Tape, whole: int) -> Storage:

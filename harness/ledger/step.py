@@ -34,6 +34,7 @@ from harness.ledger.sizes import Quantities
 from harness.ledger.start_up import fill_normal, rotary_table
 from harness.ledger.tape import Storage, Tape
 from harness.ledger.tensor_parallel import Redistribution
+from harness.ledger.workspaces import gradient_norms
 from harness.pipeline.split import Part, whole
 
 if TYPE_CHECKING:
@@ -44,10 +45,6 @@ FEED_FORWARD = "activations: feed-forward"
 NORM = "activations: norms"
 RESIDUAL = "activations: residual stream"
 OPTIMIZER = "optimizer states"
-
-NORM_CHUNK_BYTES = 4 * 65536
-"""The norms of gradients begin with one of each such part, for every tensor as many as the largest has
-(ATen/native/cuda/ForeachReduceOp.cu `foreach_tensor_norm_cuda`, kChunkSize)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,9 +367,8 @@ class Step:
         if self.program is not None:
             self.program.update(self.optimizer)
         shards = [4 * p.local(self.sharding.shards, self.shard_rank) for unit in self.units() for p in unit.parameters]
-        if self.ops.target == "cuda" and self.sharding.host is None:
-            chunks = -(-max(shards) // NORM_CHUNK_BYTES)
-            self.ops.workspace((4 * chunks, "tensors"))
+        if self.sharding.host is None:
+            self.ops.workspace(gradient_norms(max(shards) // 4))
         if not self.states:
             counters = new(OPTIMIZER, 4, "tensors", parts=[4] * len(shards))
             self.states = [counters, new(OPTIMIZER, 8, "P", parts=[size for size in shards for _ in range(2)])]

@@ -44,7 +44,7 @@ class Asked:
         for conf in self.confs:
             found += ["--alloc-conf", conf]
         if self.limit_gib is not None:
-            found += ["--limit-gib", f"{self.limit_gib:g}"]
+            found += ["--limit-gib", f"{self.limit_gib:.10g}"]
         return [*found, "--without-pending"] if self.without_pending else found
 
 

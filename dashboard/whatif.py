@@ -88,7 +88,7 @@ def ask(events: Mapping[str, tuple[Path, int]]) -> tuple[Asked, int]:
     bar = st.container(horizontal=True, gap="small", vertical_alignment="bottom")
     name = next(iter(events))
     if len(events) > 1:
-        name = bar.selectbox("Of", list(events), key="replayed", bind="query-params", width=200)
+        name = bar.selectbox("Snapshot of", list(events), key="replayed", bind="query-params", width=200)
     confs = bar.multiselect(
         "Settings", USUAL, default=USUAL[:1], key="conf", bind="query-params", placeholder="as recorded", width=380
     )
@@ -143,6 +143,9 @@ def answer(device: Mapping[str, Any], *, several: bool) -> None:
         for case in cases
     ]
     tables.show(rows, HEADERS, words="What each setting would have reserved")
+    for case in cases:
+        if case["out_of_memory"] is not None:
+            st.error(states.escaped(out_of_memory(case)), icon=":material/error:")
     for note in said(device):
         st.caption(states.escaped(note))
     pools = [
@@ -164,10 +167,18 @@ def name_of(case: Mapping[str, Any]) -> str:
 
 
 def outcome(case: Mapping[str, Any]) -> str:
-    found = case["out_of_memory"]
-    if found is not None:
-        return f"OUT OF MEMORY: {size(found['requested_bytes'])} at {found['site']}"
+    if case["out_of_memory"] is not None:
+        return "OUT OF MEMORY"
     return "" if case["limit_bytes"] is None else "fits"
+
+
+def out_of_memory(case: Mapping[str, Any]) -> str:
+    found = case["out_of_memory"]
+    return (
+        f"Out of memory ({case['case']}): {size(found['requested_bytes'])} asked with {size(found['reserved_bytes'])} "
+        f"reserved and {size(found['allocated_bytes'])} allocated, largest free block "
+        f"{size(found['largest_free_bytes'])}, at {found['site']}"
+    )
 
 
 def said(device: Mapping[str, Any]) -> Iterator[str]:

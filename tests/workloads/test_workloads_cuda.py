@@ -73,7 +73,7 @@ def test_freed_tensors_of_collectives_wait_for_the_device_only_if_streams_are_re
     call: Callable[[torch.Tensor], torch.Tensor] = PATTERNS[pattern]
     with collective_memory(policy):
         shard = torch.ones(MB, device="cuda")
-        call(shard)  # connects
+        call(shard).sum()  # connects, and loads kernels, for which the host might wait for the device
         pool = [torch.empty(MB, device="cuda") for _ in range(4 * CALLS)]
         del pool  # memory from the driver might wait for the device
         torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def run(directory: Path, policy: CollectiveMemory) -> dict[str, int]:
     config = Trainer.Config(
         workload="collectives",
         training=Training.Config(device="cuda", steps=6, collective_memory=policy),
-        collectives=Collectives.Config(iterations=20, rows=8192),
+        collectives=Collectives.Config(iterations=20, rows=8192, dim=8192),
         recorder=Recorder.Config(trace=Window(), memory=Window(start=5, steps=1)),
     )
     config.build(directory).train()

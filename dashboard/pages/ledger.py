@@ -51,7 +51,7 @@ def peaks(prediction: dict[str, Any]) -> None:
         "first_step_peak_allocated_bytes": "first step",
     }
     tables.show(prediction["ranks"], headers, words="Predicted and measured peak of each rank")
-    st.caption(f"Predicted for {prediction['target']}. Times are not predicted.")
+    st.caption(f"Predicted for {prediction['target']}.")
 
 
 def lines(prediction: dict[str, Any]) -> None:

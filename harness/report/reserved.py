@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 UNUSED_PCT = 5.0
 UNUSED_BYTES = 256 * MIB
 UNUSED_MEDIUM_PCT = 20.0
-# A setting that saves less of what was reserved is not worth trying, percent.
+# What another setting saves of what was reserved and is worth trying, percent.
 SAVED_PCT = 1.0
+SAVED_MEDIUM_PCT = 5.0
 # Without a history: reserved above the active peak, percent of that.
 ABOVE_ACTIVE_PCT = 20.0
 
@@ -59,9 +60,9 @@ class Predicted:
         return not self.doubt_bytes or abs(self.change_bytes) > self.doubt_bytes
 
     @property
-    def is_worth_trying(self) -> bool:
-        recorded = self.reserved_bytes - self.change_bytes
-        return self.is_told and -100 * self.change_bytes >= SAVED_PCT * recorded
+    def saved_pct(self) -> float:
+        """Of what was reserved; 0 in doubt."""
+        return -100 * self.change_bytes / (self.reserved_bytes - self.change_bytes) if self.is_told else 0.0
 
     def words(self) -> str:
         about = "about " if self.doubt_bytes else ""
@@ -193,8 +194,9 @@ def of_snapshot(unused: Unused) -> Finding:
     where = ranks_text([unused.rank])
     if unused.snapshots > 1:
         where += f", the most of {unused.snapshots} snapshots"
+    much = 100 * unused.unused_bytes >= UNUSED_MEDIUM_PCT * unused.reserved_bytes
     return Finding(
-        severity="medium" if 100 * unused.unused_bytes >= UNUSED_MEDIUM_PCT * unused.reserved_bytes else "low",
+        severity="medium" if much or any(item.saved_pct >= SAVED_MEDIUM_PCT for item in told) else "low",
         title=title,
         evidence={
             "peak_reserved_bytes": unused.reserved_bytes,
@@ -211,7 +213,7 @@ def of_snapshot(unused: Unused) -> Finding:
 def _advice(unused: Unused, told: list[Predicted]) -> Iterator[str]:
     for one in told[1:]:
         yield f"{one.words()[0].upper()}{one.words()[1:]}."
-    worth = [one for one in told if one.is_worth_trying]
+    worth = [one for one in told if one.saved_pct >= SAVED_PCT]
     if any(one.condition == unused.conf for one in worth):
         yield f"Set PYTORCH_ALLOC_CONF={unused.conf}."
     elif unused.predicted and not worth and len(told) == len(unused.predicted):
@@ -260,6 +262,6 @@ def above_active(report: Report) -> Iterator[Finding]:
         where=ranks_text([item[0] for item in wasted]),
         advice=(
             "PYTORCH_ALLOC_CONF=expandable_segments:True takes some of it back in many runs and adds to it in others: "
-            "meshscope probe alloc_conf --mode rehearsal says which it is here."
+            "meshscope probe alloc_conf --mode rehearsal says which it is here, and meshscope whatif from a snapshot."
         ),
     )

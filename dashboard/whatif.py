@@ -13,7 +13,7 @@ from dashboard import commands, replays, state, states, tables
 from dashboard.discover import Run
 from dashboard.replays import Asked
 from harness.errors import InputError, UsageError
-from harness.text import counted, signed_percent, size
+from harness.text import counted, signed_percent
 from harness.whatif.text import case_name
 
 USUAL = [
@@ -31,12 +31,20 @@ HEADERS: dict[str, Any] = {
     "case": "case",
     "peak_reserved_bytes": "peak reserved",
     "change": "change",
+    "outcome": "within the limit",
     "allocated_bytes": "allocated then",
     "unused_bytes": "unused then",
     "pending_bytes": "of it pending",
     "device_allocations": "cudaMalloc",
     "retries": "retries",
-    "outcome": "outcome",
+}
+FAILED = {
+    "case": "case",
+    "requested_bytes": "asked",
+    "reserved_bytes": "reserved",
+    "allocated_bytes": "allocated",
+    "largest_free_bytes": "largest free block",
+    "site": "at",
 }
 POOLS = {
     "case": "case",
@@ -142,10 +150,13 @@ def answer(device: Mapping[str, Any], *, several: bool) -> None:
         }
         for case in cases
     ]
-    tables.show(rows, HEADERS, words="What each setting would have reserved")
-    for case in cases:
-        if case["out_of_memory"] is not None:
-            st.error(states.escaped(out_of_memory(case)), icon=":material/error:")
+    limited = any(row["outcome"] for row in rows)
+    headers = {field: header for field, header in HEADERS.items() if limited or field != "outcome"}
+    tables.show(rows, headers, words="What each setting would have reserved")
+    failed = [case["out_of_memory"] | {"case": case["case"]} for case in cases if case["out_of_memory"] is not None]
+    if failed:
+        st.caption("Where memory would have run out, and the run ended.")
+        tables.show(failed, FAILED, words="The request that did not fit, of each setting")
     for note in said(device):
         st.caption(states.escaped(note))
     pools = [
@@ -170,15 +181,6 @@ def outcome(case: Mapping[str, Any]) -> str:
     if case["out_of_memory"] is not None:
         return "OUT OF MEMORY"
     return "" if case["limit_bytes"] is None else "fits"
-
-
-def out_of_memory(case: Mapping[str, Any]) -> str:
-    found = case["out_of_memory"]
-    return (
-        f"Out of memory ({case['case']}): {size(found['requested_bytes'])} asked with {size(found['reserved_bytes'])} "
-        f"reserved and {size(found['allocated_bytes'])} allocated, largest free block "
-        f"{size(found['largest_free_bytes'])}, at {found['site']}"
-    )
 
 
 def said(device: Mapping[str, Any]) -> Iterator[str]:

@@ -219,7 +219,7 @@ def _advice(unused: Unused, told: list[Predicted]) -> Iterator[str]:
     elif unused.predicted and not worth and len(told) == len(unused.predicted):
         yield "No setting tried would reserve less."
     for one in unused.predicted:
-        if not one.is_told:
+        if not (worth or one.is_told):
             yield (
                 f"The history starts in the middle, which leaves a doubt of {size(one.doubt_bytes)}, more than "
                 f"{one.condition} would change: record it from the start (--recorder.memory.start 0)."

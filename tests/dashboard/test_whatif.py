@@ -10,7 +10,6 @@ import pytest
 from whatif.program import MIB, Program
 
 from harness.cli import main
-from harness.text import size
 
 URL = {
     "conf": ["expandable_segments:True", "roundup_power2_divisions:4"],
@@ -75,10 +74,9 @@ def test_the_table_is_the_commands_json_and_stays_in_the_url(open_page, folder, 
     failed = [case["out_of_memory"] for case in expected]
     assert outcomes[1:] == ["OUT OF MEMORY" if one else "fits" for one in failed[1:]]
     assert 0 < sum(map(bool, failed)) < len(failed) - 1
-    told = [error.value.replace("\\", "") for error in app.error]
-    for words, oom in zip(told, filter(None, failed), strict=True):
-        assert f"MiB asked with {size(oom['reserved_bytes'])} reserved" in words
-        assert words.endswith(f"at {oom['site']}")
+    told = next(frame.value for frame in app.dataframe if "largest_free_bytes" in frame.value.columns)
+    for name in ("requested_bytes", "reserved_bytes", "allocated_bytes", "largest_free_bytes", "site"):
+        assert told[name].tolist() == [oom[name] for oom in failed if oom]
     pools = next(frame.value for frame in app.dataframe if "pool" in frame.value.columns)
     assert pools["unused_bytes"].sum() == shown["unused_bytes"].sum()
 

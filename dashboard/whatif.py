@@ -110,6 +110,7 @@ def ask(events: Mapping[str, tuple[Path, int]]) -> tuple[Asked, int]:
     limit_gib = bar.number_input(
         "Memory limit, GiB",
         min_value=0.01,
+        max_value=1e6,
         value=None,
         step=1.0,
         key="limit_gib",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def page() -> None:
     if memory is not None and files:
         of_snapshots(memory, files)
     if shown.items and memory is not None:
-        whatif.section(run, histories(shown))
+        whatif.section(run, histories(run, shown))
     peaks(memory, timeline, rows, shown.ranks)
     if memory is not None:
         notes(memory, files)
@@ -182,15 +183,22 @@ def group_of(item: dict[str, Any], shown: Shown) -> str:
     return f"{name} device {item['device']}" if several else name
 
 
-def histories(shown: Shown) -> dict[str, tuple[Path, int]]:
+def histories(run: Run, shown: Shown) -> dict[str, tuple[Path, int]]:
     """What a snapshot is called -> the file, and how many events its histories have in all."""
-    found: dict[str, tuple[Path, int]] = {}
+    events: Counter[Path] = Counter()
+    ranks: dict[Path, int | None] = {}
     for item in shown.chosen:
         file = Path(item["file"])
-        name = file.name if item["rank"] is None else f"rank {item['rank']}"
-        _, before = found.get(name, (file, 0))
-        found[name] = (file, before + len(memory_strips.curves(shown.extract, item).time_ns))
-    return found
+        ranks[file] = item["rank"]
+        events[file] += len(memory_strips.curves(shown.extract, item).time_ns)
+    of_rank = Counter(ranks.values())
+    return {
+        f"rank {rank}" if rank is not None and of_rank[rank] == 1 else str(file.relative_to(run.path)): (
+            file,
+            events[file],
+        )
+        for file, rank in ranks.items()
+    }
 
 
 @st.fragment

@@ -102,6 +102,23 @@ def test_a_setting_that_torch_would_refuse_is_one_line(open_page, folder, conf, 
     assert button(app)
 
 
+@pytest.mark.parametrize("limit", ["-1", "nan", "1e300"])
+def test_a_limit_that_no_memory_has_is_none(open_page, folder, limit):
+    app = opened(open_page, folder, limit_gib=limit)
+    assert app.number_input(key="limit_gib").value is None
+    assert button(app)
+
+
+def test_snapshots_of_one_name_are_told_apart_by_their_folders(open_page, folder, tmp_path):
+    for name in ("a", "b"):
+        path = tmp_path / "run" / name / "snapshot.pickle"
+        path.parent.mkdir(parents=True)
+        path.write_bytes((folder / "run" / "rank0_snapshot.pickle").read_bytes())
+    app = opened(open_page, tmp_path, replayed="b/snapshot.pickle")
+    assert app.selectbox(key="replayed").options == ["a/snapshot.pickle", "b/snapshot.pickle"]
+    assert any(f"{tmp_path}/run/b/snapshot.pickle --alloc-conf" in code.value for code in app.code)
+
+
 def test_what_cannot_be_replayed_is_said(open_page, tmp_path):
     """A block that lies in none of the segments."""
     program = Program()

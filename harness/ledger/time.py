@@ -126,9 +126,10 @@ def predict_time(
     except UnmeasuredError as error:
         return Time(hardware=name, notes=[f"no time: {error}"])
 
+    never_rests = next((one.factor for one in hardware.sustained if one.kind == "layers"), 1.0)
+
     def sustained(busy_share: float) -> float:
-        """Measured of a device that never rests, and of one that has rested."""
-        return 1 + (hardware.sustained_factor - 1) * busy_share
+        return 1 + (never_rests - 1) * busy_share
 
     try:
         timelines = simulate([program.items for program in programs], sustained)

@@ -39,7 +39,8 @@ from harness.report import build
 from harness.report.sections_time import time_of_step
 from harness.report.text import render
 
-MEASURED = json.loads((Path(__file__).parent / "h200_times.json").read_text())["runs"]
+TIMES = json.loads((Path(__file__).parent / "h200_times.json").read_text())
+MEASURED, HELD_OUT = TIMES["runs"], TIMES["held_out"]
 SMALL = Decoder.Config(vocab_size=512, dim=64, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=128)
 
 
@@ -273,18 +274,17 @@ def error_pct(run: dict[str, Any], time: Time) -> float:
     return 100 * (time.step_ns - run["step_ns"]) / run["step_ns"]
 
 
-@pytest.mark.parametrize("run", MEASURED, ids=[run["name"] for run in MEASURED])
+@pytest.mark.parametrize("run", [*MEASURED, *HELD_OUT], ids=[run["name"] for run in [*MEASURED, *HELD_OUT]])
 def test_steps_of_h200s(run: dict[str, Any]) -> None:
     time = predicted(run)
-    assert abs(error_pct(run, time)) < STEP_PCT.get(run["name"], 10)
+    assert abs(error_pct(run, time)) < 10
     if run.get("overlap_pct") is not None:
         assert time.overlap_pct is not None
         assert abs(time.overlap_pct - run["overlap_pct"]) < HIDDEN_POINTS.get(run["name"], 10)
 
 
-STEP_PCT = {"single_16L": 13}
-HIDDEN_POINTS = {"cp2_ring": 11}
-"""Beyond the goals of 10 % and 10 points: docs/ledger.md says why."""
+HIDDEN_POINTS = {"cp2_ring": 11, "hsdp2_accumulate2": 11, "8b_8L_fsdp2": 11}
+"""Beyond the goal of 10 points."""
 
 
 def test_table_of_h200s() -> None:
@@ -301,5 +301,17 @@ def test_table_of_h200s() -> None:
             f"{(time.compute_ns or 0) / 1e6:.1f} ms",
             f"{run['compute_ns'] / 1e6:.1f} ms",
             *shares,
+        ]
+        print(f"| {' | '.join(cells)} |")
+    for run in HELD_OUT:
+        cells = [
+            run["name"],
+            f"{run['kept_step_ns'] / 1e6:.1f} ms",
+            f"{run['step_ns'] / 1e6:.1f} ms",
+            f"{100 * (run['kept_step_ns'] - run['step_ns']) / run['step_ns']:+.1f} %",
+            f"{run['kept_compute_ns'] / 1e6:.1f} ms",
+            f"{run['compute_ns'] / 1e6:.1f} ms",
+            f"{run['kept_overlap_pct']:.1f} %",
+            f"{run['overlap_pct']:.1f} %",
         ]
         print(f"| {' | '.join(cells)} |")

@@ -89,7 +89,8 @@ def _map(block: Block, size: int, driver: Driver) -> None:
     """Maps the first `size` bytes, in whole pages, of an unmapped block and joins it with its free neighbours."""
     segment = block.expandable
     assert segment is not None
-    mapped = -(-size // segment.page) * segment.page
+    # A restored block may have been mapped in other pages than those of the settings.
+    mapped = min(-(-size // segment.page) * segment.page, block.size)
     pool = block.pool
     pool.remove(block)
     address = block.address

@@ -23,20 +23,29 @@ class Piece:
 
 
 def restore_segment(
-    allocator: Allocator, pieces: Sequence[Piece], *, stream: int, small: bool, private: int, expandable: bool
+    allocator: Allocator,
+    pieces: Sequence[Piece],
+    *,
+    stream: int,
+    small: bool,
+    private: int,
+    expandable: bool,
+    upto: int | None = None,
 ) -> dict[int, Block]:
     """Adds a segment of adjacent pieces, in order of address, and returns its blocks that are not free, by address.
 
-    An expandable segment gets address space behind the last piece.
+    An expandable segment gets address space behind the last piece, as far as the address `upto`.
     """
     pool = allocator.pool(private, small=small)
     segment = None
     if expandable:
         page = allocator.settings.page_bytes(small=small)
-        space = address_space(page)
-        segment = ExpandableSegment(pieces[0].address, space, page)
-        end = pieces[-1].address + pieces[-1].size
-        pieces = [*pieces, Piece(end, segment.address + space - end, mapped=False)]
+        address, end = pieces[0].address, pieces[-1].address + pieces[-1].size
+        behind = address + address_space(page)
+        behind = behind if upto is None else min(behind, upto)
+        segment = ExpandableSegment(address, max(behind, end) - address, page)
+        if behind > end:
+            pieces = [*pieces, Piece(end, behind - end, mapped=False)]
     taken = {}
     last: Block | None = None
     for piece in pieces:

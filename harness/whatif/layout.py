@@ -27,6 +27,7 @@ def lay_out(start: Start, allocator: Allocator, recorded: Settings) -> dict[int,
     for held, following in pairwise(start.ranges):
         if held.end > following.address:
             raise ContradictionError(f"the segments at {held.address:#x} and {following.address:#x} overlap")
+    fixed = [held.address for held in start.ranges if not held.expandable]
     found: dict[int, Block] = {}
     for segment in _segments(start.ranges):
         first = segment[0]
@@ -35,6 +36,7 @@ def lay_out(start: Start, allocator: Allocator, recorded: Settings) -> dict[int,
                 f"the expandable segment at {first.address:#x} ends further off than memory is large"
             )
         pieces = list(_pieces(segment, start, recorded))
+        following = bisect_left(fixed, segment[-1].end)
         found |= restore_segment(
             allocator,
             pieces,
@@ -42,6 +44,7 @@ def lay_out(start: Start, allocator: Allocator, recorded: Settings) -> dict[int,
             small=first.small,
             private=int(first.private),
             expandable=first.expandable,
+            upto=fixed[following] if following < len(fixed) else None,
         )
     for block in start.blocks:
         if block.address not in found:

@@ -70,6 +70,7 @@ def find_start(device: Device) -> Start:
     """What `device` held before its history. Raises ContradictionError."""
     blocks = sorted(_blocks(device), key=by_address)
     ranges = _joined(_ranges(device))
+    _require_own_addresses(ranges, device.history)
     return Start(ranges, blocks, _ends(device, blocks), _bases(device, ranges))
 
 
@@ -191,6 +192,29 @@ def _bases(device: Device, ranges: list[HeldRange]) -> dict[Owner, int]:
             if bases.get(owner, 0) - _NEAR_BYTES < address < bases.get(owner, 0):
                 bases[owner] = address
     return bases
+
+
+def _require_own_addresses(ranges: list[HeldRange], history: History) -> None:
+    """Nobody else gets addresses between the pages of an expandable segment (cuMemAddressReserve). Private pools are
+    left out: they count as one, but have a segment each."""
+    requests = _requests(history)
+    spans: dict[Owner, tuple[int, int]] = {}
+    mapped = [(owner_of(held), held.address, held.end) for held in ranges if held.expandable and not held.private]
+    for action, address, size, stream in zip(
+        history.action, history.address, history.size, history.stream, strict=True
+    ):
+        if action == Action.SEGMENT_MAP:
+            mapped.append(((True, False, _is_small_range(requests, address, size), stream), address, address + size))
+    for owner, address, end in mapped:
+        low, high = spans.get(owner, (address, end))
+        spans[owner] = min(low, address), max(high, end)
+    fixed = [held.address for held in ranges if not held.expandable]
+    for low, high in spans.values():
+        at = bisect_left(fixed, low)
+        if at < len(fixed) and fixed[at] < high:
+            raise ContradictionError(
+                f"the segment at {fixed[at]:#x} lies within the expandable one from {low:#x} to {high:#x}"
+            )
 
 
 def owner_of(held: HeldRange) -> Owner:

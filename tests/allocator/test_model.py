@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from harness.allocator import Allocator, OutOfMemoryError, Settings
+from harness.allocator import Allocator, Driver, OutOfMemoryError, Settings
 from harness.allocator.conf import parse_conf
+from harness.allocator.restore import Piece, restore_segment
 
 from .naive import Naive, NaiveOutOfMemoryError
 
@@ -192,3 +193,23 @@ def test_a_hundred_thousand_pairs_take_no_second():
         model.free(held[at])
         held[at] = model.malloc(held[at].requested_bytes)
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("page_mib", [11, 20, 1 << 40])
+def test_a_restored_segment_of_other_pages_is_counted_to_the_byte(page_mib):
+    settings = Settings(expandable_segments=True, large_segment_bytes=page_mib * MIB)
+    allocator = Allocator(settings, driver=Driver(1 << 47))
+    used, hole = 20 * MIB, 7 * MIB
+    pieces = [
+        Piece(1 << 47, used, used),
+        Piece((1 << 47) + used, hole, mapped=False),
+        Piece((1 << 47) + used + hole, used, used),
+    ]
+    behind = (1 << 47) + 4 * used
+    restore_segment(allocator, pieces, stream=0, small=False, private=0, expandable=True, upto=behind)
+    assert allocator.malloc(5 * MIB).address == (1 << 47) + used
+    assert allocator.reserved_bytes == 2 * used + hole
+    for _ in range(4):
+        block = allocator.malloc(20 * MIB)
+        assert block.address + block.size <= behind
+        assert sum(segment.size for segment in allocator.segments()) == allocator.reserved_bytes

@@ -275,6 +275,22 @@ def test_what_cannot_be_true_is_said(damage, reason):
         outcome(device)
 
 
+def test_a_segment_between_the_pages_of_an_expandable_one_cannot_be():
+    program = Program(conf="expandable_segments:True")
+    for _ in range(3):
+        program.alloc(20 * MIB)
+    snapshot = program.snapshot()
+    [segment] = snapshot["segments"]
+    snapshot["segments"] = [
+        {**segment, "total_size": block["size"], "address": block["address"], "blocks": [block], "is_expandable": grows}
+        for block, grows in zip(segment["blocks"], (True, False, True), strict=True)
+    ]
+    snapshot["device_traces"][0][:] = [{"action": "snapshot", "size": 0}]
+    [device] = parse_snapshot(snapshot).devices
+    with pytest.raises(ContradictionError, match="lies within the expandable one"):
+        outcome(device, program.conf)
+
+
 def test_settings_are_those_torch_states():
     stated = {
         "PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:30,expandable_segments:True",

@@ -335,12 +335,6 @@ class Hardware:
         near = min(found, key=lambda one: abs(one.ranks - ranks))
         return near.compute_factor, near.collective_factor
 
-    @property
-    def sustained_factor(self) -> float:
-        """How many times as long products take on a device that does nothing else, without a rest; 1 where that was not
-        measured."""
-        return next((one.factor for one in self.sustained if one.kind == "products"), 1.0)
-
     @cached_property
     def _kernels(self) -> dict[str, list[tuple[int, int]]]:
         return _curves((point.kind, point.bytes, point.ns) for point in self.kernels)

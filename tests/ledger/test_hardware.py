@@ -157,7 +157,6 @@ def test_beside_one_another():
 
     assert made.overlap("all_gather", 8) == (1.1, 1.2)
     assert made.overlap("all_reduce", 8) == (1.0, 1.0)
-    assert made.sustained_factor == 1.0
 
 
 def test_what_was_not_measured_is_no_guess_and_says_why():

@@ -37,7 +37,7 @@ def blocks(document: str) -> list[Block]:
 
 
 BLOCKS = [*blocks("README.md"), *blocks("runs/README.md")]
-LINES = [line for block in BLOCKS if block.language == "sh" for line in block.text.splitlines()]
+LINES = [line for block in BLOCKS if block.language == "sh" for line in block.text.replace("\\\n", "").splitlines()]
 RUNS = [line for line in LINES if line.startswith("meshscope run ")]
 SERVING = "meshscope dashboard"  # tests/dashboard starts it
 READING = [line for line in LINES if line.startswith("meshscope ") and line not in RUNS and SERVING not in line]

@@ -80,7 +80,10 @@ def imported_by(path: Path) -> set[str]:
         ("harness/trainer", ("harness.trace", "harness.memory", "harness.ledger", "harness.compare", "harness.report")),
         ("harness/ledger", ("harness.trace", "harness.memory", "harness.record", "harness.recording")),
         ("harness/trace", ("harness.ledger", "harness.compare", "harness.trainer", "harness.record")),
-        ("harness/memory", ("harness.ledger", "harness.compare", "harness.trainer", "harness.record", "harness.whatif")),
+        (
+            "harness/memory",
+            ("harness.ledger", "harness.compare", "harness.trainer", "harness.record", "harness.whatif"),
+        ),
         ("harness/allocator", ("torch", "harness.ledger", "harness.memory", "harness.whatif", "harness.trace")),
         ("harness/whatif", ("torch", "harness.ledger", "harness.compare", "harness.trainer", "harness.record")),
     ],

@@ -36,7 +36,7 @@ def lay_out(start: Start, allocator: Allocator, recorded: Settings) -> dict[int,
                 f"the expandable segment at {first.address:#x} ends further off than memory is large"
             )
         pieces = list(_pieces(segment, start, recorded))
-        following = bisect_left(fixed, segment[-1].end)
+        beyond = bisect_left(fixed, segment[-1].end)
         found |= restore_segment(
             allocator,
             pieces,
@@ -44,7 +44,7 @@ def lay_out(start: Start, allocator: Allocator, recorded: Settings) -> dict[int,
             small=first.small,
             private=int(first.private),
             expandable=first.expandable,
-            upto=fixed[following] if following < len(fixed) else None,
+            upto=fixed[beyond] if beyond < len(fixed) else None,
         )
     for block in start.blocks:
         if block.address not in found:

@@ -1,4 +1,4 @@
-"""What-if against an H200: the snapshot of a run without a setting predicts what runs with one reserved, to the byte."""
+"""What-if against an H200: the snapshot of a run without a setting tells what runs with one reserved, to the byte."""
 
 from __future__ import annotations
 

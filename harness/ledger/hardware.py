@@ -18,6 +18,7 @@ import msgspec
 
 from harness.errors import InputError, MeshscopeError, UsageError
 from harness.ledger import hardware_rules as rules
+from harness.recording import read_json
 
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent / "calibrations"
@@ -80,7 +81,9 @@ MemoryKind = Literal["context", "first_collective", "first_send"]
 Positive = Annotated[int, msgspec.Meta(gt=0, le=2**62)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Factor = Annotated[float, msgspec.Meta(ge=0.1, le=1e3)]
-Rate = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+Rate = Annotated[float, msgspec.Meta(ge=1, le=1e18)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Several = Annotated[int, msgspec.Meta(ge=2, le=2**62)]
 
 
 class UnmeasuredError(MeshscopeError):
@@ -169,7 +172,7 @@ class Collective:
     `send` what one rank sends. The slowest rank's median."""
 
     kind: CollectiveKind
-    ranks: Positive
+    ranks: Several
     bytes: Positive
     ns: Positive
     spread_pct: Share | None = None
@@ -181,7 +184,7 @@ class Overlap:
     `send` beside a receive that waits, which keeps multiprocessors busy; that takes no longer for it."""
 
     kind: CollectiveKind
-    ranks: Positive
+    ranks: Several
     compute_factor: Factor
     collective_factor: Factor
 
@@ -194,7 +197,7 @@ class Sustained:
 
     kind: Literal["products", "layers"] = "products"
     factor: Factor
-    seconds: Rate
+    seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,7 +314,7 @@ class Hardware:
         for cost in self.host:
             if cost.kind == kind:
                 return cost.ns
-        raise self._unmeasured("host", f"the host's time for {kind}")
+        raise self._unmeasured("host", f"host time for {kind}")
 
     def collective_ns(self, kind: CollectiveKind, ranks: int, size: int) -> int:
         """Alone, `size` bytes of the whole buffer, by the rule of `kernel_ns`. For another number of ranks than any
@@ -371,8 +374,9 @@ def load(name_or_path: str) -> Hardware:
     """
     path = SHIPPED / f"{name_or_path}.json" if name_or_path in shipped() else Path(name_or_path)
     if not path.is_file():
+        found = "is not a file" if path.exists() else "no such file"
         raise UsageError(
-            f"hardware {name_or_path}: no such file, and none is shipped under that name (shipped: "
+            f"hardware {name_or_path}: {found}, and none is shipped under that name (shipped: "
             f"{', '.join(shipped())}); meshscope calibrate --out FILE measures this machine"
         )
     return read(path)
@@ -389,15 +393,10 @@ def fitting(device: str) -> str | None:
 
 def read(path: Path) -> Hardware:
     """Raises `InputError`, one line that says what is wrong with the file and where in it."""
-    try:
-        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise InputError(path, f"cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:  # not UTF-8, not JSON, or no object
-        raise InputError(path, f"is no calibration: {str(error)[:1].lower()}{str(error)[1:]}") from None
+    document = read_json(path)
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise InputError(path, f"is no calibration of schema_version {SCHEMA_VERSION} (it says {version!r})")
+        raise InputError(path, f"is no calibration of schema_version {SCHEMA_VERSION} (it says {repr(version)[:40]})")
     try:
         hardware = msgspec.convert(document, Hardware)
     except msgspec.ValidationError as error:

@@ -18,7 +18,6 @@ import msgspec
 
 from harness.errors import InputError, MeshscopeError, UsageError
 from harness.ledger import hardware_rules as rules
-from harness.recording import read_json
 
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent / "calibrations"
@@ -393,7 +392,14 @@ def fitting(device: str) -> str | None:
 
 def read(path: Path) -> Hardware:
     """Raises `InputError`, one line that says what is wrong with the file and where in it."""
-    document = read_json(path)
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise InputError(path, f"cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise InputError(path, "is nested too deeply to be read") from None
+    except msgspec.DecodeError as error:  # not UTF-8, not JSON, or no object
+        raise InputError(path, f"is not a JSON object: {error}") from None
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
         raise InputError(path, f"is no calibration of schema_version {SCHEMA_VERSION} (it says {repr(version)[:40]})")

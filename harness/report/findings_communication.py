@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness.compare.waits import waiting
 from harness.report.finding import Finding, Severity, of_time, ranks_text
-from harness.report.findings_host import STARVED_MEDIUM_PCT, share_pct
+from harness.report.findings_host import why_late
 from harness.report.over_ranks import ALL
 from harness.trace import Capture
 from harness.trace.activity import Activity
@@ -26,21 +26,40 @@ EXPOSED_MEDIUM_PCT = 5.0
 NOTHING_HIDDEN_PCT = 95.0
 # Communication on the stream of the computation, percent of a dimension's communication.
 SHARED_STREAM_PCT = 5.0
-# Waiting, percent of the communication that could be matched over ranks; and one rank's share of it beyond its turn.
+# Waiting, percent of the communication that could be matched over ranks; where it is most, advice about overlap comes
+# second; and one rank's share of it beyond its turn.
 WAIT_PCT = 25.0
+MOSTLY_WAIT_PCT = 50.0
 LATE_SHARE = 0.5
 
 
 def communication_findings(report: Report) -> Iterator[Finding]:
     if report.complete_overlap is None:
         return
-    yield from exposed(report.dimensions, report.mode)
-    yield from on_compute_stream(report.complete_captures, report.mode)
-    starved = {item["rank"]: share_pct(item) for item in report.mean_parts if item["idle_host_ns"]}
-    yield from late_ranks(report.complete_overlap["cross_rank"], report.dimensions, report.mode, starved)
+    cross_rank = report.complete_overlap["cross_rank"]
+    collectives = by_dimension(cross_rank["collectives"]) if cross_rank["aligned"] else {}
+    costly = {d["dimension"] for d in report.dimensions if 100 * d["exposed_ns"] > EXPOSED_MEDIUM_PCT * d["span_ns"]}
+    yield from exposed(report.dimensions, report.mode, {name: wait_pct(each) for name, each in collectives.items()})
+    yield from on_compute_stream(report.complete_captures, report.mode, costly)
+    plain_ns = report.metrics["step_wall_ns"].value
+    hosts = {item["rank"]: why_late(item, plain_ns) for item in report.mean_parts if item["idle_host_ns"]}
+    yield from late_ranks(collectives, costly, report.mode, hosts)
 
 
-def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding]:
+def by_dimension(collectives: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for item in collectives:
+        found.setdefault(item["dimension"], []).append(item)
+    return found
+
+
+def wait_pct(collectives: Sequence[dict[str, Any]]) -> float:
+    """Waiting in percent of waiting and transfer, of items of `harness.trace.cross_rank`."""
+    wait_ns, transfer_ns = waiting(collectives)
+    return 100 * wait_ns / (wait_ns + transfer_ns) if wait_ns else 0.0
+
+
+def exposed(dimensions: Sequence[dict[str, Any]], mode: str, waits_pct: Mapping[str, float]) -> Iterator[Finding]:
     """Per mesh dimension: the share of its communication that no computation hides, and the kind that dominates."""
     found = [item for item in dimensions if item["dimension"] != ALL and item["comm_ns"]]
     for item in sorted(found, key=lambda item: -item["exposed_ns"]):
@@ -69,8 +88,17 @@ def exposed(dimensions: Sequence[dict[str, Any]], mode: str) -> Iterator[Finding
                 "dominant_exposed_ns": kinds[0]["exposed_ns"] if kinds else None,
             },
             where=f"{name}, {ranks_text(item['ranks'])} (means), mode {mode}",
-            advice="Little to gain here." if severity == "info" else advice(name, kind, share),
+            advice="Little to gain here."
+            if severity == "info"
+            else waits_first(name, waits_pct.get(name, 0.0)) + advice(name, kind, share),
         )
+
+
+def waits_first(dimension: str, pct: float) -> str:
+    """What to say before advice about overlap, which does not help against ranks that are late."""
+    if pct <= MOSTLY_WAIT_PCT or dimension.removeprefix("mesh_") == "pp":
+        return ""
+    return f"First see why ranks wait for one another ({pct:.0f} % of it is waiting, not transfer). "
 
 
 def advice(dimension: str, kind: str | None, exposed_pct: float) -> str:
@@ -80,6 +108,11 @@ def advice(dimension: str, kind: str | None, exposed_pct: float) -> str:
         return (
             "Mostly stages that wait for each other: the schedule's bubble and stages of unequal cost. More "
             "micro-batches, another schedule or another split of the layers; the Pipeline section has the grid."
+        )
+    if dimension.removeprefix("mesh_") == "cp":
+        return (
+            "Attention needs the keys and values of all ranks at once: fewer CP ranks, longer sequences, or "
+            "parallelism.cp_attention=ring, which attends to one block while the next is sent."
         )
     if "tp" in dimension or ("dp" not in dimension and exposed_pct > NOTHING_HIDDEN_PCT):
         return (
@@ -99,8 +132,11 @@ def advice(dimension: str, kind: str | None, exposed_pct: float) -> str:
     return "See which collectives wait: meshscope overlap --by collective."
 
 
-def on_compute_stream(captures: Sequence[Capture], mode: str) -> Iterator[Finding]:
-    """Per dimension: communication that runs on the stream of the computation and so cannot overlap with it."""
+def on_compute_stream(captures: Sequence[Capture], mode: str, costly: Collection[str]) -> Iterator[Finding]:
+    """Per dimension: communication that runs on the stream of the computation and so cannot overlap with it.
+
+    `costly`: dimensions whose exposed communication takes a part of the step that matters; of others it is `low`.
+    """
     totals: dict[str, list[int]] = {}
     streams: set[int] = set()
     ranks: dict[str, list[int | None]] = {}
@@ -122,7 +158,7 @@ def on_compute_stream(captures: Sequence[Capture], mode: str) -> Iterator[Findin
         if total_ns and 100 * shared / total_ns > SHARED_STREAM_PCT:
             share, on = 100 * shared / total_ns, ", ".join(map(str, sorted(streams)))
             yield Finding(
-                severity=of_time("medium", mode),
+                severity=of_time("medium" if name in costly else "low", mode),
                 title=f"{name}: {share:.0f} % of its communication runs on the compute stream and cannot overlap there",
                 evidence={"on_compute_stream_ns": shared, "comm_ns": total_ns, "on_compute_stream_pct": share},
                 where=f"{name}, stream {on}, {ranks_text(ranks[name])} (sums), mode {mode}",
@@ -142,25 +178,22 @@ def compute_stream(activity: Activity) -> int | None:
 
 
 def late_ranks(
-    cross_rank: dict[str, Any], dimensions: Sequence[dict[str, Any]], mode: str, starved: Mapping[int | None, float]
+    collectives: Mapping[str, Sequence[dict[str, Any]]],
+    costly: Collection[str],
+    mode: str,
+    hosts: Mapping[int | None, str | None],
 ) -> Iterator[Finding]:
     """Per dimension: how much of its communication is waiting, and whether one rank is the one waited for.
 
-    `starved`: percent of a traced step that a rank's device waits for its host, which makes the rank late.
-    Waiting costs time where the communication is exposed; where compute hides it, the finding is `low`.
+    `hosts`: of a rank what its host has to do with its being late, if anything.
+    Waiting costs time where the communication is exposed (`costly`); where compute hides it, the finding is `low`.
     """
-    if not cross_rank["aligned"]:
-        return
-    costly = {d["dimension"] for d in dimensions if 100 * d["exposed_ns"] > EXPOSED_MEDIUM_PCT * d["span_ns"]}
-    by_dimension: dict[str, list[dict[str, Any]]] = {}
-    for item in cross_rank["collectives"]:
-        by_dimension.setdefault(item["dimension"], []).append(item)
-    for name, items in by_dimension.items():
+    for name, items in collectives.items():
         total, transfer = waiting(items)
         waits: dict[int, float] = {}
         for item in items:
             waits[item["last_rank"]] = waits.get(item["last_rank"], 0) + waiting([item])[0]
-        share = 100 * total / (total + transfer) if total else 0.0
+        share = wait_pct(items)
         if share < WAIT_PCT:
             continue
         late, caused = max(waits.items(), key=lambda pair: pair[1])
@@ -178,15 +211,8 @@ def late_ranks(
                 "caused_by_last_rank_pct": 100 * caused / total,
             },
             where=f"{name}, {len(items)} collectives, means over ranks; rank {late} is waited for longest, mode {mode}",
-            advice=_why_late(late, starved)
+            advice=hosts.get(late) or "That rank has more to do, a slower device or host, or less data-loading ahead."
             if one
             else "The last to arrive changes: ranks compute unevenly long or their hosts launch late. "
             "It is not the network.",
         )
-
-
-def _why_late(late: int, starved: Mapping[int | None, float]) -> str:
-    share = starved.get(late, 0.0)
-    if share < STARVED_MEDIUM_PCT:
-        return "That rank has more to do, a slower device or host, or less data-loading ahead."
-    return f"Its device waits for its host {share:.0f} % of a traced step: the finding about the host says why."

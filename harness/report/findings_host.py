@@ -37,7 +37,7 @@ def host_findings(report: Report) -> Iterator[Finding]:
     where = f"{ranks_text([worst['rank']])}, mean of its traced steps, mode {report.mode}"
     if len(like) > 1:
         where += f"; more than {STARVED_MEDIUM_PCT:.0f} %: {ranks_text(like)}"
-    if plain is not None and plain < worst["span_ns"] - worst["idle_host_ns"] / 2:
+    if plain is not None and profilers_own(worst, plain):
         yield Finding(
             severity="low",
             title=f"The profiler's own cost on the host holds up the device, {share:.0f} % of a traced step",
@@ -57,6 +57,24 @@ def host_findings(report: Report) -> Iterator[Finding]:
         "core for each rank's thread, no .item() or print of a tensor in the step."
         + ("" if plain is not None else " The profiler adds to it, and without plain steps how much is not known."),
     )
+
+
+def profilers_own(item: dict[str, Any], plain_ns: float) -> bool:
+    """Whether plain steps lack most of the waiting that traced steps have."""
+    return bool(plain_ns < item["span_ns"] - item["idle_host_ns"] / 2)
+
+
+def why_late(item: dict[str, Any], plain_ns: float | None) -> str | None:
+    """What makes a rank late whose device waits for its host; None where it hardly waits."""
+    share = share_pct(item)
+    if share < STARVED_MEDIUM_PCT:
+        return None
+    waits = f"Its device waits for its host {share:.0f} % of a traced step"
+    if plain_ns is None:
+        return f"{waits}; without plain steps how much of it is the profiler's cost is not known."
+    if profilers_own(item, plain_ns):
+        return f"{waits}, which is mostly the profiler's cost on that host: plain steps are that much shorter."
+    return f"{waits}, and plain steps are hardly shorter: its host launches too late, not its GPU."
 
 
 def share_pct(item: dict[str, Any]) -> float:

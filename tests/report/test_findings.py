@@ -17,6 +17,7 @@ from harness.config import Parallelism, Trainer, Training
 from harness.config_json import to_dict
 from harness.report import build
 from harness.report.finding import SEVERITIES, Finding, ranks_text
+from harness.report.findings_host import why_late
 from harness.text import size
 
 CONFIG = Trainer.Config(name="written", world_size=2, parallelism=Parallelism.Config(tp=2))
@@ -60,6 +61,20 @@ def test_communication_on_the_compute_stream(tmp_path):
     assert found.evidence["on_compute_stream_ns"] == 100_000
     assert found.evidence["on_compute_stream_pct"] == 25.0
     assert "stream 7" in found.where
+    assert found.severity == "medium", "400 µs exposed of 1,000"
+
+
+def test_little_communication_on_the_compute_stream_is_no_grave_matter(tmp_path):
+    trace(tmp_path, ("gemm", None, 7, 0, 9_900), ("allreduce", "mesh_tp", 7, 9_900, 100))
+    (found,) = findings(tmp_path, "compute stream")
+    assert found.severity == "low", "100 µs exposed of 10,000"
+
+
+def test_context_parallelism_gathers_keys_and_values_not_parameters(tmp_path):
+    trace(tmp_path, ("_allgather_base", "mesh_cp", 20, 0, 1000), ("gemm", None, 7, 0, 500))
+    (found,) = findings(tmp_path, "mesh_cp")
+    assert "cp_attention=ring" in found.advice
+    assert "reshard_after_forward" not in found.advice
 
 
 def test_communication_beside_compute_is_no_finding(tmp_path):
@@ -79,6 +94,8 @@ def test_waiting_for_a_late_rank(tmp_path, late, title):
     assert title in found.title
     assert found.evidence["transfer_ns"] == 800_000
     assert found.evidence["wait_ns"] == 1_600_000
+    (exposed,) = findings(tmp_path, "exposed")
+    assert exposed.advice.startswith("First see why ranks wait for one another (67 % of it is waiting")
 
 
 def test_a_rank_is_late_because_its_device_waits_for_its_host(tmp_path):
@@ -90,6 +107,16 @@ def test_a_rank_is_late_because_its_device_waits_for_its_host(tmp_path):
     (found,) = [finding for finding in findings(tmp_path) if "wait_ns" in finding.evidence]
     assert "wait for rank 1" in found.title
     assert "waits for its host 73 % of a traced step" in found.advice, "799 of 1,100 µs"
+    assert "is not known" in found.advice, "there are no plain steps"
+
+
+@pytest.mark.parametrize(
+    ("plain_ns", "whose"), [(12_000_000, "the profiler's cost"), (19_000_000, "launches too late")]
+)
+def test_whose_doing_it_is_that_a_rank_is_late(plain_ns, whose):
+    """8 ms without a launch in a traced step of 20."""
+    assert whose in str(why_late({"idle_host_ns": 8_000_000, "span_ns": 20_000_000}, plain_ns))
+    assert why_late({"idle_host_ns": 800_000, "span_ns": 20_000_000}, plain_ns) is None
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def why_late(item: dict[str, Any], plain_ns: float | None) -> str | None:
     if plain_ns is None:
         return f"{waits}; without plain steps how much of it is the profiler's cost is not known."
     if profilers_own(item, plain_ns):
-        return f"{waits}, which is mostly the profiler's cost on that host: plain steps are that much shorter."
-    return f"{waits}, and plain steps are hardly shorter: its host launches too late, not its GPU."
+        return f"{waits}, most of it the profiler's cost on that host: plain steps do not wait so."
+    return f"{waits}, and most of that in plain steps too: its host launches too late, the GPU is not slow."
 
 
 def share_pct(item: dict[str, Any]) -> float:

@@ -15,7 +15,7 @@ from harness.commands import add_json_argument
 from harness.compare.pipeline import pipeline_of
 from harness.compare.text import collectives
 from harness.config import Trainer
-from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError
+from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError, UsageError
 from harness.ledger import Prediction, predict
 from harness.ledger.operators import Target
 from harness.ledger.text import report
@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         or (compare.recorded_target(recording) if recording else None)
         or ("cpu" if config.training.device == "cpu" else "cuda")
     )
+    if args.alloc_conf is not None and target == "cpu":
+        raise UsageError(f"--alloc-conf {args.alloc_conf}: target cpu has no CUDA allocator; leave it out")
     settings = Settings() if args.alloc_conf is None else parse_conf(args.alloc_conf)
     if args.alloc_conf is None and recording is not None:
         settings = compare.recorded_settings(recording)

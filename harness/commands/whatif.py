@@ -15,6 +15,9 @@ from harness.text import GIB
 from harness.whatif.analyse import Question, analyse_sources
 from harness.whatif.text import report
 
+MOST_GIB = 1 << 20
+"""More than any device has."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -59,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
 def _limit(gib: float | None) -> int | None:
     if gib is None:
         return None
-    if not (math.isfinite(gib) and 0 < gib < 1 << 20):
-        raise UsageError(f"--limit-gib {gib:g}: expected the GiB that the process may reserve, more than 0")
+    if not (math.isfinite(gib) and gib * GIB >= 1 and gib < MOST_GIB):
+        raise UsageError(
+            f"--limit-gib {gib:g}: expected the GiB that the process may reserve, more than 0 and below {MOST_GIB:,}"
+        )
     return int(gib * GIB)

@@ -20,7 +20,7 @@ from harness.ledger.compiled import compilation_notes
 from harness.ledger.layout import MEANINGS, quantities
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
-from harness.ledger.reserved import GROWING, GROWS, STEPS, StreamPool, not_predicted, pools
+from harness.ledger.reserved import GROWING, GROWS, STEPS, UNLIMITED, StreamPool, not_predicted, pools
 from harness.ledger.step import Implementation, Step
 from harness.ledger.tape import Instant, Line
 from harness.ledger.time import Time
@@ -203,6 +203,8 @@ def predict(
         ranks.append(replace(memory, rank=rank, entries=[replace(entry) for entry in memory.entries], sums=[]))
     found = collectives(config)
     growing = [GROWING] if any(rank.reserved_grows for rank in ranks) else []
+    has_limit = settings is not None and (settings.memory_fraction != 1 or settings.garbage_collection_threshold > 0)
+    unlimited = [UNLIMITED] if reserved and has_limit else []
     return Prediction(
         target=target,
         world_size=config.world_size,
@@ -210,7 +212,10 @@ def predict(
         communication=by_dimension_and_kind(found),
         collectives=found,
         host_copies=host_copies(config),
-        notes=compilation_notes(config, target) + ([f"reserved bytes: {unknown}"] if unknown else []) + growing,
+        notes=compilation_notes(config, target)
+        + ([f"reserved bytes: {unknown}"] if unknown else [])
+        + growing
+        + unlimited,
     )
 
 

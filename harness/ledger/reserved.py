@@ -15,6 +15,10 @@ from harness.ledger.tape import Tape, stream_name
 
 STEPS, GROWS = 5, 1.001
 """Steps replayed at most, until one reserves next to nothing more: by this factor. H200s took two or three."""
+UNLIMITED = (
+    "reserved bytes: predicted without a memory limit, so per_process_memory_fraction and garbage_collection_threshold "
+    "change nothing (meshscope whatif --limit-gib replays a recording under one)"
+)
 GROWING = f"reserved bytes still grow after {STEPS} steps, and are those after {STEPS}"
 
 

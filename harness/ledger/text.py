@@ -7,7 +7,7 @@ from itertools import groupby
 from harness.ledger.layout import MEANINGS
 from harness.ledger.prediction import Prediction, RankMemory
 from harness.ledger.time_text import time_lines
-from harness.text import signed_percent, size, table
+from harness.text import printable, signed_percent, size, table
 
 
 def report(prediction: Prediction) -> str:
@@ -22,7 +22,7 @@ def report(prediction: Prediction) -> str:
     time = list(time_lines(prediction.time))
     lines += ["", *time] if time else []
     lines += [f"note: {note}" for note in prediction.notes]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _names(ranks: list[int]) -> str:

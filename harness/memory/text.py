@@ -9,7 +9,7 @@ from harness.memory.analyse import Analysis
 from harness.memory.composition import Share
 from harness.memory.device import DeviceSummary
 from harness.memory.steps import RangePeaks
-from harness.text import byte_seconds, counted, size, table
+from harness.text import byte_seconds, counted, printable, size, table
 
 By = Literal["step", "phase", "category", "site"]
 _SITES_SHOWN = 10
@@ -41,7 +41,7 @@ def report(analysis: Analysis, by: By | None) -> str:
         rows = [(rank, phase, peaks) for (rank, phase), peaks in analysis.phases.items()]
         lines += _range_table("peaks per phase", "phase", rows)
     lines += _missing(analysis, by)
-    return "\n".join(lines).rstrip()
+    return "\n".join(map(printable, lines)).rstrip()
 
 
 def _missing(analysis: Analysis, by: By | None) -> Iterator[str]:

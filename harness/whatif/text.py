@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.allocator.conf import describe
-from harness.text import GIB, counted, signed_percent, size, table
+from harness.text import GIB, counted, printable, signed_percent, size, table
 from harness.whatif.analyse import Analysis, DeviceAnswer, Row
 from harness.whatif.measure import PoolBytes
 
@@ -21,7 +21,7 @@ def report(analysis: Analysis) -> str:
             lines += [*_device_lines(device), ""]
     notes = dict.fromkeys(note for _, _, devices in analysis.files for device in devices for note in device.notes)
     lines += [f"note: {note}" for note in notes]
-    return "\n".join(lines).rstrip()
+    return "\n".join(map(printable, lines)).rstrip()
 
 
 def _device_lines(device: DeviceAnswer) -> Iterator[str]:

@@ -15,6 +15,7 @@ from harness.compare import time_of
 from harness.config_json import to_dict
 from harness.errors import EXIT_OK, EXIT_PARTIAL, InputError, UsageError
 from harness.ledger import predict
+from harness.ledger.hardware import SHIPPED
 from harness.recipes.debug import tiny
 from harness.recording import manifest_path, rank_path, steps_path, write_json
 
@@ -58,6 +59,25 @@ def test_overrides_and_nproc(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(capsys.readouterr().out)
     assert printed["world_size"] == 2
     assert printed["ranks"][0]["quantities"]["L"] == 1
+
+
+def test_settings_of_the_allocator_that_change_nothing_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="target cpu has no CUDA allocator"):
+        run("--target", "cpu", "--alloc-conf", "expandable_segments:True")
+    for conf, noted in (
+        ("per_process_memory_fraction:0.5", True),
+        ("garbage_collection_threshold:0.5", True),
+        ("max_split_size_mb:64", False),
+    ):
+        assert run("--target", "cuda", "--alloc-conf", conf, "--hardware", "none") == EXIT_OK
+        assert ("note: reserved bytes: predicted without a memory limit" in capsys.readouterr().out) is noted
+
+
+def test_a_files_name_stays_on_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a\n\x1b[31m.json"
+    path.write_bytes((SHIPPED / "h200.json").read_bytes())
+    assert run("--target", "cuda", "--hardware", str(path)) == EXIT_OK
+    assert f"hardware {tmp_path}/a??[31m.json:" in capsys.readouterr().out
 
 
 def test_against(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

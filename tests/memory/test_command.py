@@ -130,6 +130,13 @@ def test_damaged_file_beside_others_exits_4(tmp_path: Path, capsys: pytest.Captu
     assert err.count("\n") == 2
 
 
+def test_a_strangers_names_stay_on_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(path := tmp_path / "rank3\n\x1b[31m.pickle", stacked_snapshot())
+    code, out, _ = run(capsys, path)
+    assert code == 0
+    assert f"{tmp_path}/rank3??[31m.pickle  (rank 3, imported)" in out.splitlines()
+
+
 def test_two_snapshots_of_one_rank_are_both_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "a_rank0.pickle", stacked_snapshot())
     write(tmp_path / "b_rank0.pickle", stacked_snapshot())

@@ -162,7 +162,7 @@ def test_memory_given_back_for_a_request_is_said(tmp_path, capsys):
     assert "for want of memory" not in out
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "x"])
+@pytest.mark.parametrize("limit", ["0", "-1", "1e-300", "2e6", "nan", "inf", "x"])
 def test_limits_that_are_none(tmp_path, capsys, limit):
     path = write(tmp_path, program_with_holes())
     if limit == "x":
@@ -172,6 +172,18 @@ def test_limits_that_are_none(tmp_path, capsys, limit):
         return
     code, out, err = run(capsys, path, f"--limit-gib={limit}")
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_strangers_names_stay_on_their_line(tmp_path, capsys):
+    program = program_with_holes()
+    for event in program.events:
+        event["frames"] = [{"filename": "a\x1b[31m\n.py", "line": 1, "name": "f"}]
+    path = write(tmp_path, program, "rank3\n\x1b[31m.pickle")
+    code, out, _ = run(capsys, path, "--limit-gib", "0.1")
+    assert code == 0
+    assert f"{tmp_path}/rank3??[31m.pickle  (rank 3, imported)" in out.splitlines()
+    assert "a?[31m?.py" in out
+    assert "\x1b" not in out
 
 
 def test_a_bad_conf_is_a_usage_error(tmp_path, capsys):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness.cli import build_parser, split_overrides
 from harness.errors import EXIT_OK, EXIT_UNAVAILABLE, MeshscopeError
 from harness.ledger.communication import collectives
-from harness.ledger.hardware import COLLECTIVE_KINDS
+from harness.ledger.hardware_points import COLLECTIVE_KINDS
 from harness.ledger.hardware_rules import sent_share
 from harness.recipes.arguments import config_from
 from harness.recording import write_json

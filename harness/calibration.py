@@ -20,7 +20,8 @@ import msgspec
 
 from harness.config import Decoder, Parallelism, Trainer, Training
 from harness.doctor import Choice
-from harness.ledger.hardware import DType, Hardware, HostCost, HostKind, Kernel, MatrixProduct, Peaks, Provenance
+from harness.ledger.hardware import Hardware
+from harness.ledger.hardware_points import DType, HostCost, HostKind, Kernel, MatrixProduct, Peaks, Provenance
 from harness.ledger.hardware_rules import matmul_flops
 from harness.masking import masked_arguments
 from harness.modes import Start, launch_in_mode

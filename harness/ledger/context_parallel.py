@@ -18,7 +18,7 @@ from harness.ledger.simulate import COMPUTE, EXCHANGE
 from harness.ledger.tape import Storage
 
 if TYPE_CHECKING:
-    from harness.ledger.hardware import CollectiveKind, KernelKind
+    from harness.ledger.hardware_points import CollectiveKind, KernelKind
 
 KEYS = "activations: keys and values over cp"
 

@@ -21,7 +21,7 @@ from harness.ledger.layout import Parameter
 from harness.ledger.simulate import ALL_GATHER, ALL_REDUCE, COMPUTE, COPY_IN, EXCHANGE, REDUCE_SCATTER
 
 if TYPE_CHECKING:
-    from harness.ledger.hardware import CollectiveKind, KernelKind
+    from harness.ledger.hardware_points import CollectiveKind, KernelKind
     from harness.ledger.program import Program
 
 FORWARD_PARTS = 4

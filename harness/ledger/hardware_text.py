@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.ledger.hardware import KERNEL_KINDS, Hardware, KernelKind, Layout, MatrixProduct
+from harness.ledger.hardware import Hardware
+from harness.ledger.hardware_points import KERNEL_KINDS, KernelKind, Layout, MatrixProduct
 from harness.ledger.hardware_rules import attention_flops, matmul_flops, sent_share
 from harness.text import MIB, counted, size, table
 

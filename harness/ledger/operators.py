@@ -18,7 +18,7 @@ from harness.ledger.tape import Storage, Tape
 from harness.ledger.workspaces import CUBLAS_BYTES, CUDNN_BYTES, Line, attention_backward, embedding_backward
 
 if TYPE_CHECKING:
-    from harness.ledger.hardware import KernelKind, Layout
+    from harness.ledger.hardware_points import KernelKind, Layout
     from harness.ledger.program import Program
 
 Target = Literal["cuda", "cpu"]

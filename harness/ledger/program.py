@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from harness.config import Trainer
 from harness.ledger.autograd import Graph
-from harness.ledger.hardware import CollectiveKind, DType, Hardware, HostKind, KernelKind, Layout, UnmeasuredError
+from harness.ledger.hardware import Hardware, UnmeasuredError
+from harness.ledger.hardware_points import CollectiveKind, DType, HostKind, KernelKind, Layout
 from harness.ledger.simulate import COMPUTE, TRANSFER, Collective, Item, Kernel, Record, Synchronise, Wait, Work
 from harness.ledger.sizes import Quantities, Size
 from harness.ledger.tape import Tape

@@ -14,7 +14,7 @@ from harness.ledger.operators import ACTIVATION_GRADIENTS, Operators
 from harness.ledger.tape import Storage
 
 if TYPE_CHECKING:
-    from harness.ledger.hardware import CollectiveKind
+    from harness.ledger.hardware_points import CollectiveKind
 
 GATHERED = "activations: gathered over tp"
 

@@ -11,16 +11,15 @@ import pytest
 
 from harness.errors import InputError, UsageError
 from harness.ledger import hardware
-from harness.ledger.hardware import (
+from harness.ledger.hardware import Hardware, UnmeasuredError
+from harness.ledger.hardware_points import (
     COLLECTIVE_KINDS,
     Collective,
-    Hardware,
     Kernel,
     MatrixProduct,
     Overlap,
     Peaks,
     Provenance,
-    UnmeasuredError,
 )
 from harness.ledger.hardware_rules import Point, attention_flops, between, by_size, roofline_ns, sent_share
 from harness.ledger.hardware_text import report

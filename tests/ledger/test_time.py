@@ -17,19 +17,18 @@ from harness.config import ActivationCheckpoint, Compile, Decoder, Float8, Paral
 from harness.config_json import from_dict, to_dict
 from harness.errors import EXIT_OK, InputError, UsageError
 from harness.ledger import Implementation, predict
-from harness.ledger.hardware import (
+from harness.ledger.hardware import Hardware, load
+from harness.ledger.hardware_points import (
     COLLECTIVE_KINDS,
     KERNEL_KINDS,
     Attention,
     Collective,
-    Hardware,
     HostCost,
     HostKind,
     Kernel,
     MatrixProduct,
     Peaks,
     Provenance,
-    load,
 )
 from harness.ledger.time import Time, predict_time
 from harness.ledger.time_text import compared_lines
@@ -223,7 +222,7 @@ def test_hardware_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         printed(capsys, "--hardware", "b300")
     bad = tmp_path / "bad.json"
     bad.write_text("[]")
-    with pytest.raises(InputError, match="is no calibration"):
+    with pytest.raises(InputError, match="is not a JSON object"):
         printed(capsys, "--hardware", str(bad))
 
 

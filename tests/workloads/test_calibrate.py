@@ -12,7 +12,7 @@ from harness import calibration
 from harness.cli import main
 from harness.errors import EXIT_FAILED, EXIT_OK, EXIT_PARTIAL, EXIT_UNAVAILABLE, EXIT_USAGE
 from harness.ledger import hardware
-from harness.ledger.hardware import COLLECTIVE_KINDS, KERNEL_KINDS, HostKind
+from harness.ledger.hardware_points import COLLECTIVE_KINDS, KERNEL_KINDS, HostKind
 
 PROGRAM = (str(Path(__file__).parent / "calibration_program.py"),)
 

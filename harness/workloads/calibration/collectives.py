@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.ledger.hardware import COLLECTIVE_KINDS, Collective, CollectiveKind, Overlap
+from harness.ledger.hardware_points import COLLECTIVE_KINDS, Collective, CollectiveKind, Overlap
 from harness.trainer.collectives import all_gather_single, reduce_scatter_single
 from harness.workloads.calibration.clock import Clock, Operation, Time, summary
 from harness.workloads.calibration.sizes import MIB, Sizes

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.calibration import small_run
 from harness.config import Trainer
-from harness.ledger.hardware import HostCost, HostKind
+from harness.ledger.hardware_points import HostCost, HostKind
 from harness.trainer.model.decoder import Decoder
 from harness.trainer.trainer import controlled_gc
 from harness.workloads.calibration import models

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812, torch's own name for it
 
-from harness.ledger.hardware import KERNEL_KINDS, Kernel, KernelKind
+from harness.ledger.hardware_points import KERNEL_KINDS, Kernel, KernelKind
 from harness.trainer.model.rope import rotary_table
 from harness.workloads.calibration.clock import Clock, Operation
 from harness.workloads.calibration.sizes import Sizes

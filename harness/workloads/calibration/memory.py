@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.ledger.hardware import CollectiveKind, OutsideMemory
+from harness.ledger.hardware_points import CollectiveKind, OutsideMemory
 from harness.workloads.calibration.collectives import call
 
 GROUPS = 3

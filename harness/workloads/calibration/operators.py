@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F  # noqa: N812, torch's own name for it
 
-from harness.ledger.hardware import Attention, Direction, DType, Layout, MatrixProduct
+from harness.ledger.hardware_points import Attention, Direction, DType, Layout, MatrixProduct
 from harness.trainer.build import DTYPES
 from harness.workloads.calibration.clock import Clock, Operation
 from harness.workloads.calibration.sizes import Linear, Shape, Sizes

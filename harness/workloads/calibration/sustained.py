@@ -8,7 +8,7 @@ import time
 import torch
 
 from harness.config import Decoder, Trainer, Training
-from harness.ledger.hardware import Sustained
+from harness.ledger.hardware_points import Sustained
 from harness.workloads.calibration import models
 from harness.workloads.calibration.clock import Clock, Operation
 

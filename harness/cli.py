@@ -34,7 +34,7 @@ COMMANDS = {
     "overlap": "communication/compute overlap of chrome traces: whole, per step, collective, dimension, FSDP unit",
     "memory": "peaks, stacking and composition of allocator snapshots",
     "whatif": "what a recorded run would have reserved under other settings of torch's caching allocator",
-    "ledger": "predicted memory and communication of a run, next to what a recording of it measured",
+    "ledger": "predicted memory, communication and time of a step, next to what a recording of it measured",
     "compare": "one recording against another: what changed, what the runs differ in, and bounds for CI",
     "probe": "does a setting change anything? repeated runs of each arm, and a verdict with its interval",
     "dashboard": "the pages over a folder of recordings, in a browser of this machine",

@@ -109,20 +109,23 @@ def _blocks(device: Device) -> list[HeldBlock]:
 
 def _ends(device: Device, blocks: list[HeldBlock]) -> dict[int, int]:
     history = device.history
-    allocations = sorted(
-        (address, index) for index, address in enumerate(history.address) if history.action[index] == Action.ALLOC
-    )
+    first: dict[int, int] = {}
+    """Address -> the event that first allocates it."""
+    for index, (action, address) in enumerate(zip(history.action, history.address, strict=True)):
+        if action == Action.ALLOC:
+            first.setdefault(address, index)
+    addresses = sorted(first)
     found = {}
     for block in blocks:
         if block.size is not None:
             continue
         until = len(history) if block.freed_at is None else block.freed_at
         behind = block.address + block.requested_bytes
-        for address, index in allocations[bisect_left(allocations, (behind, 0)) :]:
-            if address > behind + 2 * SMALL_BYTES:
+        for at in range(bisect_left(addresses, behind), len(addresses)):
+            if addresses[at] > behind + 2 * SMALL_BYTES:
                 break
-            if index < until:
-                found[block.address] = address
+            if first[addresses[at]] < until:
+                found[block.address] = addresses[at]
                 break
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,22 @@ def test_blocks_from_before_are_kept_where_they_are_or_allocated_afresh():
     afresh = outcome(device, afresh=True)
     assert afresh.peak_reserved_bytes == (3 * 30 + 50) * MIB
     assert afresh.device_allocations == 1
+
+
+def test_many_blocks_from_before_whose_addresses_are_used_often_take_no_longer():
+    """Not the number of blocks times that of allocations near them."""
+    events = []
+    for turn in range(21):
+        for address in range(0, 2000 * 512, 512):
+            block = {"addr": address, "size": 512}
+            free = [{"action": "free_requested", **block}, {"action": "free_completed", **block}]
+            events += [{"action": "alloc", **block}, *free] if turn else free
+    segment = {"address": 0, "total_size": 2 * MIB, "segment_type": "small", "blocks": []}
+    [device] = parse_snapshot({"segments": [segment], "device_traces": [events]}).devices
+    begun = time.process_time()
+    start = find_start(device)
+    assert time.process_time() - begun < 2
+    assert len(start.blocks) == 2000
 
 
 def test_a_history_of_completed_frees_only_is_replayed():

@@ -223,6 +223,7 @@ PART_COLOURS = {
     "idle": "#C8C8C8",
 }
 EXPOSED_COLOURS = (ORANGE, PURPLE, GREEN, SKY)
+LEGEND_COLUMNS = 4
 
 
 def step_parts(items: Sequence[Mapping[str, Any]]) -> Chart:
@@ -259,7 +260,7 @@ def step_parts(items: Sequence[Mapping[str, Any]]) -> Chart:
             color=alt.Color(
                 "part:N",
                 scale=alt.Scale(domain=names, range=colours),
-                legend=alt.Legend(orient="top", title=None, columns=4, labelLimit=260),
+                legend=alt.Legend(orient="top", title=None, columns=LEGEND_COLUMNS, labelLimit=260),
             ),
             order="order:Q",
             tooltip=["row", "part", "time", "share"],
@@ -275,8 +276,10 @@ def step_parts(items: Sequence[Mapping[str, Any]]) -> Chart:
             color=alt.Color("part:N", scale=alt.Scale(domain=names, range=inks), legend=None),
         )
     )
-    count = frame["row"].nunique()
-    chart: Chart = alt.layer(bars, shares).resolve_scale(color="independent").properties(height=30 * count + 110)
+    count, legend_rows = frame["row"].nunique(), -(-len(names) // LEGEND_COLUMNS)
+    chart: Chart = (
+        alt.layer(bars, shares).resolve_scale(color="independent").properties(height=34 * count + 30 * legend_rows + 90)
+    )
     return chart
 
 

@@ -8,10 +8,19 @@ from typing import Any
 import streamlit as st
 
 from dashboard import charts, commands, data, state, states, tables
-from harness.text import in_ranges
+from harness.text import in_ranges, quantity, signed_percent
 
 TITLE, ICON, ORDER, ABOUT = "Ledger", ":material/receipt_long:", 40, "run"
 
+LONGEST = 12
+MEASURED = ("predicted", "measured")
+FIGURES = {
+    "step_ns": "step",
+    "compute_ns": "compute",
+    "comm_ns": "communication",
+    "exposed_ns": "exposed",
+    "overlap_pct": "hidden share",
+}
 AGREES = {True: "✓ equal", False: "✗ differs", None: "n/a"}
 
 
@@ -32,6 +41,7 @@ def page() -> None:
     else:
         peaks(prediction)
         lines(prediction)
+        time_of_step(prediction["time"])
     communication(report)
     commands.show(commands.of_run(run, data.rows(run))[:1])
 
@@ -105,6 +115,45 @@ def sums(rank: dict[str, Any]) -> None:
     ]
     headers = {"lines": "lines", "predicted_bytes": "predicted", "measured_bytes": "measured", "error_pct": "error"}
     tables.show(rows, headers | {"measured_as": "measured as"}, words="Sums of lines, predicted and measured")
+
+
+def time_of_step(time: dict[str, Any]) -> None:
+    """Predicted and measured, and what takes longest."""
+    st.subheader("Time of a step")
+    if time["step_ns"] is not None:
+        words = "Time of a step, predicted and measured"
+        rows = [beside(one) for one in time["compared"]]
+        if rows:
+            headers = {"figure": "figure", "predicted": "predicted", "measured": "measured", "error": "error"}
+            tables.show(rows, headers, words=words)
+        else:
+            tables.show([time], {"step_ns": "step", "comm_ns": "communication", "exposed_ns": "exposed"}, words=words)
+        mode = f", measured in mode {time['measured_mode']}" if rows else ""
+        st.caption(f"Predicted with the calibration {time['hardware']}{mode}.")
+        with st.expander("What takes longest, predicted"):
+            for rank in time["ranks"]:
+                of = {"Pipeline rank": rank["pipeline_rank"], "Context-parallel rank": rank["context_rank"]}
+                which = ", ".join(f"{what} {number}" for what, number in of.items() if number is not None)
+                if which:
+                    st.markdown(f"**{which}**")
+                found = [{**line, "line_exposed_ns": line["exposed_ns"] or None} for line in rank["lines"][:LONGEST]]
+                headers = {"phase": "phase", "part": "part", "what": "what", "count": "count"}
+                headers |= {"ns": "time", "line_exposed_ns": "exposed"}
+                tables.show(found, headers, words=f"What takes longest {which}".strip())
+    for note in time["notes"]:
+        st.caption(note)
+
+
+def beside(one: dict[str, Any]) -> dict[str, str]:
+    """A figure as the command line writes it: of a share the difference in points."""
+    name, error = one["figure"], signed_percent(one["error_pct"])
+    is_share = name.endswith("_pct")
+    figures = {key: quantity(name, one[key]) for key in MEASURED}
+    return {
+        "figure": FIGURES[name],
+        **figures,
+        "error": error.replace("%", "points") if is_share else error,
+    }
 
 
 def communication(report: dict[str, Any]) -> None:

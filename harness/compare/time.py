@@ -7,17 +7,20 @@ from statistics import mean, median
 from typing import Any
 
 from harness.compare.measured import Measured
+from harness.compare.waits import waiting
 from harness.config import Trainer
 from harness.ledger.hardware import fitting, load
 from harness.ledger.operators import Target
 from harness.ledger.time import ComparedTime, Time, predict_time
 from harness.recording import Recording
-from harness.text import printable
+from harness.text import milliseconds, printable
 
 COMPARABLE = ("real", "imported")
 """Modes whose times are those of ranks that have a GPU each, and those of other tools, which do not say."""
 DEFAULT = "h200"
 """The calibration that a GPU run is predicted with of which no recording says the device."""
+WAITING_PCT = 25.0
+"""From this share of the measured communication on, waiting is worth a note."""
 FROM_TRACES = ("compute_ns", "comm_ns", "exposed_ns", "overlap_pct")
 
 
@@ -76,6 +79,7 @@ def put_time_beside(time: Time, measured: Measured) -> None:
         if values:
             found[figure] = mean(values)
     time.compared = [_compared(figure, getattr(time, figure), value) for figure, value in found.items()]
+    time.notes += _waiting(measured, {window["step"] for window in windows})
     if not found:
         time.notes.append("time: nothing to compare with, no undisturbed step and no trace of a device")
 
@@ -86,6 +90,22 @@ def _windows(measured: Measured) -> list[dict[str, Any]]:
         return []
     ranks = [rank for rank in measured.complete_overlap["ranks"] if rank["source"] == "device"]
     return [step for rank in ranks for step in rank["steps"] if step["rule"] == "launch"]
+
+
+def _waiting(measured: Measured, steps: Collection[int]) -> list[str]:
+    """What of the measured communication is waiting for the rank that comes last: no prediction has it."""
+    if measured.complete_overlap is None or not measured.complete_overlap["cross_rank"]["aligned"] or not steps:
+        return []
+    wait_ns, transfer_ns = waiting(measured.complete_overlap["cross_rank"]["collectives"])
+    share = 100 * wait_ns / (wait_ns + transfer_ns) if wait_ns else 0.0
+    if share < WAITING_PCT:
+        return []
+    each = (round(part / len(steps)) for part in (transfer_ns, wait_ns))
+    transfer, wait = map(milliseconds, each)
+    return [
+        f"time: of a traced step's communication {wait} ms ({share:.0f} %) is waiting for the rank that comes last, "
+        f"which is not predicted and adds to what is exposed; {transfer} ms is transfer"
+    ]
 
 
 def _compared(figure: str, predicted: float | None, measured: float) -> ComparedTime:

@@ -144,6 +144,21 @@ def test_ledger_shows_the_prediction_line_by_line(open_page):
     assert sent["exact_measured"].tolist() == [row["measured_bytes"] for row in ledger["communication"]]
 
 
+def test_ledger_shows_times_beside_those_of_the_recording(open_page):
+    app = healthy(open_page(RECORDED, "ledger", run=ONE))
+    time = as_json(build(RECORDED / ONE).to_json())["ledger"]["time"]
+
+    shown = table_with(app, "figure", "predicted", "measured").to_dict("records")
+    assert [row["figure"] for row in shown] == ["step", "compute", "communication", "exposed", "hidden share"]
+    assert [row["predicted"] for row in shown] == [
+        quantity(one["figure"], one["predicted"]) for one in time["compared"]
+    ]
+    assert [row["measured"] for row in shown] == [quantity(one["figure"], one["measured"]) for one in time["compared"]]
+    longest = table_with(app, "phase", "what", "ns")
+    assert longest["ns"].tolist() == [line["ns"] for line in time["ranks"][0]["lines"][: len(longest)]]
+    assert "waiting for the rank that comes last" in text_of(app)
+
+
 def test_ledger_says_why_there_is_no_prediction(open_page, tmp_path):
     write_recording(tmp_path / "foreign")
     said = text_of(healthy(open_page(tmp_path, "ledger", run="foreign")))

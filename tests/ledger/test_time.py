@@ -246,6 +246,22 @@ def test_measured_steps_stand_beside(tmp_path: Path) -> None:
     assert any("measured" in line and "off by" in line for line in compared_lines(time))
 
 
+def test_waiting_is_told_from_communication_that_is_predicted() -> None:
+    """Two H200s whose hosts the profiler held up: collectives transfer as long as predicted, and the rest of
+    what was measured is waiting."""
+    report = build(Path(__file__).parents[2] / "runs" / "recorded" / "h200x2_1b_fsdp2")
+    measured = report.measured
+    assert measured.complete_overlap is not None
+    collectives = measured.complete_overlap["cross_rank"]["collectives"]
+    steps = len({step["step"] for step in measured.complete_overlap["ranks"][0]["steps"]})
+    transfer_ns = sum(one["transfer_ns"] for one in collectives) / steps
+    assert report.prediction is not None
+    time = report.prediction.time
+    (note,) = [note for note in time.notes if "waiting for the rank that comes last" in note]
+    assert note.endswith(f"{transfer_ns / 1e6:.3f} ms is transfer")
+    assert time.comm_ns == pytest.approx(transfer_ns, rel=0.05)
+
+
 def test_times_of_no_cluster_are_not_compared(tmp_path: Path) -> None:
     time = time_of(run_of(1), "cuda", measure(recording(tmp_path, "shared-gpu", [1_000_000, 1_000_000])))
     assert time.compared == []

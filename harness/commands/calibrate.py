@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Exits 4 if a section could not be measured, 3 if none could be."""
     if args.nccl is not None and args.mode != "shared-gpu":
         raise UsageError("--nccl is for --mode shared-gpu only")
-    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+    out: Path | None = args.out
+    if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
         raise UsageError(f"--out {args.out}: no file can be written there; name another one")
     gpus = 0 if args.mode == "cpu" else usable_devices()[0]
     ranks = args.nproc if args.nproc is not None else gpus if gpus and args.mode != "shared-gpu" else CPU_RANKS
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     config.validate()
     choice = choose_mode(config, args.mode)
     start = prepare(config, choice, nccl=args.nccl)
+    _require_writable(args.out.absolute().parent if args.out is not None else DEFAULT_PARENT)
     _say(f"calibrate: {counted(ranks, 'rank')}, mode {choice.mode} ({start.why})")
     directory = Path(tempfile.mkdtemp(prefix="meshscope-calibrate-"))
     keeps = False
@@ -84,8 +86,18 @@ def _finish(measured: Measured, args: argparse.Namespace) -> int:
     return EXIT_PARTIAL if measured.missing else EXIT_OK
 
 
+def _require_writable(folder: Path) -> None:
+    """Before minutes of measuring, not after."""
+    try:
+        if folder == DEFAULT_PARENT:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written to: {error.strerror}; name a file elsewhere with --out") from None
+
+
 def _default_path(device: str) -> Path:
-    DEFAULT_PARENT.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return DEFAULT_PARENT / f"calibration-{name}.json"
 

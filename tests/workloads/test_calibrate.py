@@ -106,6 +106,8 @@ def test_what_fails_twice_in_a_row_is_not_tried_for_every_section(failing, tmp_p
         (["--nccl", "lib.so"], EXIT_USAGE, "--nccl is for --mode shared-gpu only"),
         (["--out", "/no/such/folder/file.json"], EXIT_USAGE, "no file can be written there"),
         (["--out", "."], EXIT_USAGE, "no file can be written there"),
+        (["--out", "/dev/zero"], EXIT_USAGE, "no file can be written there"),
+        (["--mode", "cpu", "--out", "/proc/file.json"], EXIT_USAGE, "/proc cannot be written to"),
         (["--mode", "real", "--nproc", "99"], EXIT_UNAVAILABLE, "mode real needs one CUDA device per rank"),
     ],
 )

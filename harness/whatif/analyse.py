@@ -93,7 +93,9 @@ def analyse_sources(sources: Sources, question: Question) -> Analysis:
     """Every snapshot of `sources`, replayed; what cannot be is in `errors`, nothing is raised for it."""
     analysis = Analysis(sources.mode, errors=list(sources.errors))
     if not sources.snapshots:
-        analysis.errors.append(InputError(sources.root, "holds no allocator snapshot (.pickle) to replay"))
+        analysis.errors.append(
+            InputError(sources.root, "holds no allocator snapshot (.pickle) to replay: a run on GPUs has one")
+        )
     for source in sources.snapshots:
         try:
             answers = answer(read_snapshot(source.path), question)

@@ -193,8 +193,8 @@ def _notes(device: Device, fidelity: Fidelity, rows: Sequence[Row], question: Qu
     if rows[-1].start == "afresh":
         yield (
             "afresh: the blocks from before the history are allocated anew, and what was cached besides is gone. Row 1 "
-            "against row 0 is what not knowing the beginning costs, and changes smaller than that are undecided; a history "
-            "from the start of the process has all"
+            "against row 0 is what not knowing the beginning costs, and changes smaller than that are undecided; a "
+            "history from the start of the process has all"
         )
     by_request = [release for release in releases(device.history) if not release.by_user]
     if by_request and question.limit_bytes is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 
 from harness.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
@@ -132,12 +133,10 @@ def _ends(device: Device, blocks: list[HeldBlock]) -> dict[int, int]:
 
 def _ranges(device: Device) -> list[HeldRange]:
     """The final segments with the history's changes undone, the last first."""
-    ranges = [
-        HeldRange(s.address, s.total_size, s.stream, s.expandable, s.small, s.private_pool)
-        for s in device.segments
-        if s.total_size
-    ]
-    ranges.sort(key=by_address)
+    ranges: list[HeldRange] = []
+    for s in device.segments:
+        if s.total_size:
+            _put(ranges, HeldRange(s.address, s.total_size, s.stream, s.expandable, s.small, s.private_pool))
     history = device.history
     requests = _requests(history)
     for index in range(len(history) - 1, -1, -1):
@@ -146,11 +145,18 @@ def _ranges(device: Device) -> list[HeldRange]:
         if action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
             expandable = action == Action.SEGMENT_UNMAP
             small = _is_small_range(requests, address, size) if expandable else size == SMALL_SEGMENT_BYTES
-            held = HeldRange(address, size, stream, expandable, small, False)
-            ranges.insert(bisect_left(ranges, address, key=by_address), held)
+            _put(ranges, HeldRange(address, size, stream, expandable, small, False))
         elif action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
             _take_out(ranges, address, size, f"event {index}")
     return ranges
+
+
+def _put(ranges: list[HeldRange], held: HeldRange) -> None:
+    at = bisect_left(ranges, held.address, key=by_address)
+    for lower, upper in pairwise([*ranges[max(at - 1, 0) : at], held, *ranges[at : at + 1]]):
+        if lower.end > upper.address:
+            raise ContradictionError(f"the segments at {lower.address:#x} and {upper.address:#x} overlap")
+    ranges.insert(at, held)
 
 
 def _requests(history: History) -> list[tuple[int, int]]:

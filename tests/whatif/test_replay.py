@@ -270,11 +270,19 @@ def free_of(snapshot):
     return {**event, "action": "free_requested"}
 
 
+def freed_segment_of(snapshot):
+    """As if a segment that is there at the end had been given back."""
+    [segment] = snapshot["segments"]
+    return [{"action": "segment_free", "addr": segment["address"], "size": segment["total_size"]}]
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (lambda s: s["segments"].pop(), "which nothing holds later"),
         (lambda s: s["segments"].append({**s["segments"][0], "address": s["segments"][0]["address"] + MIB}), "overlap"),
+        (lambda s: s["segments"].append(s["segments"][0]), "overlap"),
+        (lambda s: s["device_traces"][0].extend(freed_segment_of(s)), "overlap"),
         (lambda s: s["device_traces"][0].append({"action": "free_requested", "addr": 5, "size": 7}), "in no segment"),
         (lambda s: s["segments"][0]["blocks"][0].update(size=1 << 40), "behind its segment"),
         (lambda s: s["device_traces"][0].extend([free_of(s)] * 2), "in no segment"),

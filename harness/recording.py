@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -133,7 +134,19 @@ def snapshot_path(directory: Path, completed_steps: int, rank: int, *, at_exit: 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when the block ends well and vanishes when it does not."""
+    """A name to write to, which becomes `path` when the block ends well and vanishes when it does not.
+
+    A link stays one, and what it names is replaced. A pipe or a device (`/dev/null`, which root could replace) is
+    written to instead.
+    """
+    if path.is_symlink():
+        path = path.resolve()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / path.name
+            yield whole
+            path.write_bytes(whole.read_bytes())
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     # Ranks of other hosts, which may have the same process id, write into the same folder.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,20 @@ def test_values_of_the_wrong_type_are_named_and_left_out(tmp_path: Path, manifes
     read = recording.read_recording(tmp_path)
     assert read.errors
     assert all("\n" not in error.reason for error in read.errors)
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+    """As /dev/null would be by root: a pipe stays a pipe, a link a link, and both get the text."""
+    pipe, link, named = tmp_path / "pipe", tmp_path / "link", tmp_path / "named"
+    os.mkfifo(pipe)
+    link.symlink_to(named)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text)
+        recording.write_json(pipe, {"a": 1})
+        assert json.loads(read.result(timeout=10)) == {"a": 1}
+    assert pipe.is_fifo()
+    for text in ({"a": 1}, {"a": 2}):
+        recording.write_json(link, text)
+        assert link.is_symlink()
+        assert json.loads(named.read_text()) == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "named", "pipe"]

@@ -9,6 +9,7 @@ from typing import Any
 from harness.allocator import Settings
 from harness.config import Trainer
 from harness.errors import UsageError
+from harness.garbage import no_garbage_collection
 from harness.ledger.communication import (
     Collective,
     HostCopies,
@@ -151,6 +152,7 @@ def _rank_json(rank: RankMemory) -> dict[str, Any]:
     return fields
 
 
+@no_garbage_collection()
 def predict(
     config: Trainer.Config,
     target: Target = "cuda",

@@ -16,6 +16,7 @@ from statistics import mean
 from typing import Any
 
 from harness.config import Trainer
+from harness.garbage import no_garbage_collection
 from harness.ledger.hardware import Hardware, UnmeasuredError
 from harness.ledger.operators import Target
 from harness.ledger.pipeline import PipelineStep
@@ -110,6 +111,7 @@ class Time:
         return asdict(self)
 
 
+@no_garbage_collection()
 def predict_time(
     config: Trainer.Config,
     target: Target,

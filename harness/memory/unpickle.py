@@ -8,19 +8,17 @@ refusing. The walk costs about a second per 100 MB: runs of fixed-length opcodes
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
-import gc
 import io
 import mmap
 import pickle
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.errors import InputError
+from harness.garbage import no_garbage_collection
 
 # Opcodes that import, call, or reach outside the file.
 REFUSED = {
@@ -103,7 +101,7 @@ def load_plain_pickle(path: Path) -> Any:
                 check_opcodes(path, data if plain is None else plain)
             # Codes registered in this process would be taken from the cache without asking find_class.
             copyreg.clear_extension_cache()
-            with _no_garbage_collection():
+            with no_garbage_collection():
                 return _PlainUnpickler(file if plain is None else io.BytesIO(plain)).load()
     except OSError as error:
         raise InputError(path, error.strerror or type(error).__name__) from error
@@ -207,15 +205,3 @@ def _looks_like(head: bytes) -> str:
     if head.isascii() and head.decode("ascii").translate({9: None, 10: None, 13: None}).isprintable():
         return "plain text"
     return ""
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of new containers make every collection walk all earlier ones: loading would be quadratic."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

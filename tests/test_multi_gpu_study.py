@@ -136,8 +136,7 @@ def test_whole_study_and_going_on_with_it(tmp_path):
     assert layout["metrics"] == {name: value.value for name, value in report.metrics.items()}
     assert all(row["agree"] for row in layout["communication"])
     assert [peak["rank"] for peak in layout["peaks"]] == [0, 1]
-    # gloo's thread may hold what it gathered past the peak, on a busy machine a unit: more was measured then, not less.
-    assert all(-30 < peak["ledger_error_pct"] < 5 for peak in layout["peaks"])
+    assert all(abs(peak["ledger_error_pct"]) < 5 for peak in layout["peaks"]), "gloo may hold what it gathered"
     rehearsed, predicted = (layout["peaks"][0][f"{name}_allocated_bytes"] for name in ("rehearsed", "predicted"))
     assert rehearsed == pytest.approx(predicted, rel=1e-3)
     (probe,) = found["probes"]
